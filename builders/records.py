@@ -1,0 +1,136 @@
+"""What a builder reads and writes: the completions of one session, and the traces made of them.
+
+A completion's prompt is stored as the difference to an earlier one of the session (parent, shared
+length, tail), so that a session's memory grows with its new tokens and not with the square of its
+turns. `prompt_ids` expands it when somebody asks.
+"""
+
+from array import array
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    Ids: TypeAlias = array[int]
+    Floats: TypeAlias = array[float]
+else:  # array takes no parameters at run time before Python 3.12
+    Ids = array
+    Floats = array
+
+
+
+class Completion(msgspec.Struct, kw_only=True, eq=False):
+    """One captured model call: a node of the session's forest.
+
+    `index` is the order in which the requests arrived; order of arrival, not of completion, is
+    what a builder goes by.
+    """
+
+    completion_id: str
+    index: int
+    parent: "Completion | None" = None
+    """The earlier completion against which prompt and messages are stored; storage, not meaning."""
+    shared: int = 0
+    """How many leading ids of this prompt are those of the parent's prompt + sampled ids."""
+    tail: Ids
+    """int32, the prompt's remaining ids."""
+    sampled_ids: Ids
+    """int32, exactly as the engine reported them, stop token included."""
+    logprobs: Floats | None
+    """float32, one for each sampled id, or None when the engine gave none or they did not align."""
+    messages_shared: int = 0
+    messages_tail: list[dict[str, Any]]
+    """Normalised chat messages of the request, from `messages_shared` on."""
+    tools: list[dict[str, Any]] | None = None
+    response_message: dict[str, Any]
+    """The answer as a chat message: role, content, reasoning_content, tool_calls."""
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    kind: str = "turn"
+    """"turn", or what kind of side call this was ("title", "compaction", ...)."""
+    delivered: bool = True
+    """False when the harness's connection was gone before the closing event was written."""
+    dialect: str = ""
+    model_requested: str = ""
+    model_used: str = ""
+    policy_version: str | None = None
+    sampling: dict[str, Any] = {}
+    """The sampling parameters that were sent to the engine."""
+    usage: dict[str, int] = {}
+    started_at: float = 0.0
+    """Wall clock, seconds since the epoch, when the request arrived."""
+    ended_at: float = 0.0
+    notes: list[str] = []
+    """What was dropped or changed on the way to the engine."""
+    findings: list[str] = []
+    """Codes of what makes this completion less than trustworthy ("logprobs_missing", ...)."""
+
+    @property
+    def prompt_length(self) -> int:
+        return self.shared + len(self.tail)
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """The whole prompt, int32; costs a walk up the parents and one copy."""
+        if self.parent is None or self.shared == 0:
+            return self.tail
+        return self.parent.context_ids[: self.shared] + self.tail
+
+    @property
+    def context_ids(self) -> Ids:
+        """Prompt and sampled ids together: what the policy had seen and said after this call."""
+        return self.prompt_ids + self.sampled_ids
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole normalised message list of the request."""
+        if self.parent is None or self.messages_shared == 0:
+            return self.messages_tail
+        return [*self.parent.thread[: self.messages_shared], *self.messages_tail]
+
+    @property
+    def thread(self) -> list[dict[str, Any]]:
+        """The request's messages followed by the answer."""
+        return [*self.messages, self.response_message]
+
+
+class CompletionSession(msgspec.Struct, kw_only=True):
+    """All completions of one harness session, in order of arrival."""
+
+    session_id: str
+    task_id: str | None = None
+    completions: list[Completion] = []
+    metadata: dict[str, Any] = {}
+    """The task's metadata; group_id, policy_version and rollout_step are echoed on every trace."""
+    end_of_turn_ids: list[int] = []
+    """The engine's end-of-turn ids, when known."""
+    findings: list[str] = []
+    """Session-wide findings of the capture (a call that broke, a journal cut short)."""
+
+
+class Trace(msgspec.Struct, kw_only=True):
+    """One training sample (paper §3.4, A.4).
+
+    `response_ids`, `loss_mask` and `response_logprobs` have equal lengths; the mask is 1 exactly
+    on tokens that the policy sampled; log probabilities are 0.0 where it is 0.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    prompt_messages: list[dict[str, Any]] = []
+    response_messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    response_logprobs: list[float] | None = None
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """All traces of a session. `status` is COMPLETED, TIMEOUT or ERROR; the main trace is last."""
+
+    status: str = "COMPLETED"
+    metadata: dict[str, Any] = {}
+    traces: list[Trace] = []
+    error: str | None = None

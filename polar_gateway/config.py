@@ -1,0 +1,80 @@
+"""A node's configuration: the `gateway` part of the topology file."""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from polar_gateway.protocol import Id, RuntimeSpec
+
+
+class InferenceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The engine behind a node."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"
+    base_url: str = "http://127.0.0.1:8000"
+    api_key_env: str | None = None
+    """Name of the variable that holds the engine's bearer token."""
+
+
+class CompletionPersistence(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Accepted for old topology files. Completions are always journalled; nothing is truncated."""
+
+    enabled: bool = True
+    max_field_bytes: int = 1 << 20
+    queue_size: int = 1024
+    write_workers: int = 8
+    batch_size: int = 16
+    write_max_attempts: int = 3
+    retry_backoff_seconds: float = 0.1
+
+
+class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One gateway node."""
+
+    id: Id = msgspec.field(default_factory=socket.gethostname)
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081
+    """The control listener; 0 takes a free one."""
+    public_url: str | None = None
+    """How the server reaches the control listener; None: derived from host and port."""
+    model_host: str = "127.0.0.1"
+    model_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """The model listener, for runtimes that share the host's network; 0 takes a free port."""
+    model_served: str = ""
+    """The engine's model name; empty: the first that the engine lists."""
+    inference: InferenceConfig = msgspec.field(default_factory=InferenceConfig)
+    max_init_workers: Annotated[int, msgspec.Meta(ge=1)] = 4
+    max_run_workers: Annotated[int, msgspec.Meta(ge=1)] = 2
+    max_postrun_workers: Annotated[int, msgspec.Meta(ge=1)] = 4
+    max_ready_sessions: Annotated[int, msgspec.Meta(ge=1)] = 4
+    """Places for prepared sessions that wait for a RUNNING slot."""
+    default_runtime: RuntimeSpec | None = None
+    """For tasks that name no runtime."""
+    data_dir: Path | None = None
+    """Journals, artifacts and undelivered results; None: a folder below the user's state folder."""
+    pack_dir: Path | None = None
+    """Where harness packs are installed; None: the cache folder of `polar harness install`."""
+    allow_unisolated: bool = False
+    """Permit the runtime `local`, which isolates nothing."""
+    upload_roots: list[Path] = []
+    """Folders of this host from which prepare actions may upload; empty: none."""
+    mount_roots: list[Path] = []
+    """Folders of this host that `runtime.kwargs.volumes` may mount; empty: none."""
+
+
+class GatewayConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """All nodes of a deployment, and where their server is."""
+
+    nodes: list[NodeConfig] = []
+    heartbeat_interval_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    rollout_server_url: str | None = None
+    """None: the server's public_url."""
+    completion_persistence: CompletionPersistence = msgspec.field(default_factory=CompletionPersistence)
+
+    def __post_init__(self) -> None:
+        ids = [node.id for node in self.nodes]
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        if twice:
+            raise ValueError(f"gateway.nodes[].id must be unique; {', '.join(twice)} appears twice")

@@ -1,0 +1,167 @@
+"""The typed intermediate that every dialect shares: a request in the engine's chat form, and a turn.
+
+No dialect knows another. Each translates its own requests into a `ModelRequest` and renders a `Turn`
+(whole) or a sequence of `TurnEvent`s (streamed) back.
+"""
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """A model call in the engine's chat-completions form, whatever dialect it came in."""
+
+    model: str
+    """As the harness asked for it; the answer names it again."""
+    messages: list[dict[str, Any]]
+    """role system|user|assistant|tool; at most one system message, the first; string or part-list
+    content; assistant messages may carry reasoning_content and tool_calls."""
+    tools: list[dict[str, Any]] | None = None
+    """Chat-completions function tools; None rather than an empty list."""
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: int | None = None
+    sampling: dict[str, Any] = {}
+    """temperature, top_p, top_k, min_p, stop, seed, penalties: only what the harness set."""
+    response_format: dict[str, Any] | None = None
+    template_kwargs: dict[str, Any] = {}
+    stream: bool = False
+    include_usage: bool = True
+    """Whether a chat stream ends with a usage chunk."""
+    notes: list[str] = []
+    """What was dropped on the way, one short phrase each."""
+    renames: dict[str, Any] = {}
+    """Tool name as the engine sees it -> how the dialect must name it in the answer."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts, true ones: harnesses decide on compaction by them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Reasoning(msgspec.Struct, kw_only=True, tag="reasoning"):
+    text: str
+
+
+class Text(msgspec.Struct, kw_only=True, tag="text"):
+    text: str
+
+
+class Call(msgspec.Struct, kw_only=True, tag="call"):
+    """A tool call; `arguments` is the model's own spelling."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Block = Reasoning | Text | Call
+BlockKind = Literal["reasoning", "text", "call"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One finished answer: ordered blocks."""
+
+    completion_id: str
+    """`msg_` + 12 hex digits; dialects derive their own ids from it."""
+    created: int
+    """Seconds since the epoch."""
+    blocks: list[Block]
+    finish_reason: FinishReason
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class BlockStart(msgspec.Struct, kw_only=True, tag="start"):
+    """A block opens; `id` and `name` are set for calls."""
+
+    kind: BlockKind
+    id: str = ""
+    name: str = ""
+
+
+class BlockDelta(msgspec.Struct, kw_only=True, tag="delta"):
+    """More text of the open block: reasoning, text, or argument text."""
+
+    text: str
+
+
+class BlockEnd(msgspec.Struct, kw_only=True, tag="end"):
+    """The open block is complete. For a call this is the point from which a harness may act."""
+
+
+class TurnEnd(msgspec.Struct, kw_only=True, tag="turn_end"):
+    """The turn is complete and its record durable."""
+
+    turn: Turn
+
+
+TurnEvent = BlockStart | BlockDelta | BlockEnd | TurnEnd
+"""Blocks never overlap: every BlockStart is followed by its deltas and its BlockEnd."""
+
+
+class UnsupportedRequestError(Exception):
+    """The request holds something that cannot be honoured without changing its meaning."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ErrorKind(msgspec.Struct, kw_only=True, frozen=True):
+    """An error before its dialect's shape is put on."""
+
+    status: int
+    code: Literal[
+        "invalid_request",
+        "authentication",
+        "not_found",
+        "too_large",
+        "context_overflow",
+        "rate_limit",
+        "overloaded",
+        "session_closed",
+        "internal",
+    ]
+    message: str
+
+
+class Streamer(Protocol):
+    """Renders one streamed answer; every method returns bytes to write, possibly none."""
+
+    def open(self, prompt_tokens: int) -> bytes:
+        """The first event(s), before any block. Called exactly once, first. `prompt_tokens` is 0
+        when the engine has not said yet."""
+        ...
+
+    def event(self, event: TurnEvent) -> bytes: ...
+
+    def keep_alive(self) -> bytes:
+        """What this dialect's harnesses take for a sign of life without acting on it."""
+        ...
+
+    def error(self, error: ErrorKind) -> bytes:
+        """The dialect's in-band error, which ends the stream."""
+        ...
+
+
+class Dialect(Protocol):
+    """One provider's wire format, pure. Implemented by the modules of this package."""
+
+    name: str
+
+    def normalise(self, body: dict[str, Any]) -> ModelRequest:
+        """Raises UnsupportedRequestError."""
+        ...
+
+    def answer(self, request: ModelRequest, turn: Turn) -> bytes: ...
+
+    def streamer(self, request: ModelRequest, completion_id: str, created: int) -> Streamer: ...
+
+    def error_body(self, error: ErrorKind) -> bytes: ...

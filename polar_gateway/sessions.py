@@ -1,0 +1,99 @@
+"""The live sessions of a node and the keys that open them.
+
+A harness proves who it is by its session's key alone. Keys are compared in constant time by their
+digest, appear in no listing, and stop opening anything but a refusal once the session is sealed.
+"""
+
+import hashlib
+import secrets
+import time
+
+from polar_gateway.capture.session import SessionCapture
+from polar_gateway.errors import Failure
+from polar_gateway.lifecycle import Outcome, Stage, advance, wire_status
+from polar_gateway.protocol import Sampling, SessionResult, SessionTiming
+
+
+def new_key() -> str:
+    """A session's secret: random, and not its id."""
+    return "sk-polar-" + secrets.token_urlsafe(32)
+
+
+class Session:
+    """One live session: where it is, what it captured, how it ended."""
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        task_id: str | None,
+        attempt_id: str,
+        key: str,
+        capture: SessionCapture,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self.session_id = session_id
+        self.task_id = task_id
+        self.attempt_id = attempt_id
+        self.key = key
+        self.capture = capture
+        self.sampling = sampling
+        self.stage = Stage.QUEUED
+        self.outcome: Outcome | None = None
+        self.sealed = False
+        self.created_at = time.time()
+        self.deadline_at: float | None = None
+        """Wall clock at which the current stage is cut off."""
+        self.engine_failure: Failure | None = None
+        """The last model call that failed for the engine's reasons; outranks the harness's exit,
+        because the harness only saw an HTTP error. Cleared by the next call that succeeds."""
+        self.timing = SessionTiming()
+        self.result: SessionResult | None = None
+
+    def advance(self, stage: Stage) -> None:
+        self.stage = advance(self.session_id, self.stage, stage)
+
+    def seal(self) -> None:
+        """From now on model calls are refused; those in flight are cancelled by the proxy."""
+        self.sealed = True
+        self.capture.seal()
+
+    @property
+    def status(self) -> str:
+        return wire_status(self.stage, self.outcome)
+
+
+class Sessions:
+    """All sessions of this node by id, and by the digest of their key."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, session: Session) -> None:
+        if session.session_id in self._by_id:
+            raise KeyError(f"session {session.session_id} is live already")
+        self._by_id[session.session_id] = session
+        self._by_key[_digest(session.key)] = session
+
+    def remove(self, session: Session) -> None:
+        if self._by_id.get(session.session_id) is session:
+            del self._by_id[session.session_id]
+            self._by_key.pop(_digest(session.key), None)
+
+    def get(self, session_id: str) -> Session | None:
+        return self._by_id.get(session_id)
+
+    def by_key(self, key: str) -> Session | None:
+        """The session that this key opens; looked up by digest, so timing tells nothing of it."""
+        return self._by_key.get(_digest(key))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
