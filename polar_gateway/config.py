@@ -71,7 +71,9 @@ class GatewayConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     heartbeat_interval_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     rollout_server_url: str | None = None
     """None: the server's public_url."""
-    completion_persistence: CompletionPersistence = msgspec.field(default_factory=CompletionPersistence)
+    completion_persistence: CompletionPersistence = msgspec.field(
+        default_factory=CompletionPersistence
+    )
 
     def __post_init__(self) -> None:
         ids = [node.id for node in self.nodes]

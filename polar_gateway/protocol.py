@@ -50,7 +50,9 @@ class PrepareAction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if not self.source or not self.target:
                 raise ValueError(f"a prepare action of type {self.type} needs source and target")
             if self.command is not None or self.cwd is not None or self.env is not None:
-                raise ValueError(f"a prepare action of type {self.type} takes no command, cwd or env")
+                raise ValueError(
+                    f"a prepare action of type {self.type} takes no command, cwd or env"
+                )
             if self.max_attempts != 1 or self.retry_backoff_seconds:
                 raise ValueError("only a prepare action of type exec may be attempted again")
 
@@ -99,7 +101,9 @@ class SessionDispatchRequest(msgspec.Struct, kw_only=True):
     """Bounds RUNNING; waiting and INIT are not charged."""
     runtime: RuntimeSpec | None = None
     agent: AgentSpec
-    builder: StrategySpec = msgspec.field(default_factory=lambda: StrategySpec(strategy="per_request"))
+    builder: StrategySpec = msgspec.field(
+        default_factory=lambda: StrategySpec(strategy="per_request")
+    )
     evaluator: EvaluatorSpec | None = None
     callback_url: str | None = None
     """Where the node reports the result; the server's /callbacks/session_result."""
@@ -275,6 +279,13 @@ def agent_timeout(metadata: dict[str, Any]) -> float | None:
     value = metadata.get("agent_timeout")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"metadata.agent_timeout must be a positive, finite number of seconds, not {value!r}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise ValueError(
+            f"metadata.agent_timeout must be a positive, finite number of seconds, not {value!r}"
+        )
     return float(value)

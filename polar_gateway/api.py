@@ -1,0 +1,136 @@
+"""The control listener: dispatch, look at and cancel the sessions of a node.
+
+Every route but health needs the node's token. Handlers decode, call one function, encode.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from polar_gateway.node import DispatchRefusedError, Node
+from polar_gateway.protocol import SessionCreateRequest, SessionDispatchRequest
+
+MAX_BODY = 64 * 1024 * 1024
+OPEN_PATHS = frozenset({"/health", "/healthz"})
+
+
+class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """RFC 9457 problem details."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str = ""
+
+
+def problem(status: int, detail: str) -> Response:
+    return Response(
+        msgspec.json.encode(Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)),
+        status,
+        media_type="application/problem+json",
+    )
+
+
+def reply(document: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, media_type="application/json")
+
+
+class RequireToken:
+    """Refuse every request without the node's token, but for health."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = problem(401, "this route needs the node's token: Authorization: Bearer ...")
+        refusal.headers["www-authenticate"] = "Bearer"
+        await refusal(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        given = given or headers.get(b"x-polar-control-token", b"")
+        return hmac.compare_digest(given, self._token)
+
+
+def control_app(node: Node, token: str) -> Starlette:
+    """The control API of a node."""
+
+    async def health(request: Request) -> Response:
+        return reply(node.health())
+
+    async def create(request: Request) -> Response:
+        body = await request.body()
+        if len(body) > MAX_BODY:
+            return problem(413, f"a dispatch may hold {MAX_BODY} bytes")
+        looks_like = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        if "agent" in looks_like:
+            return reply(node.dispatch(msgspec.json.decode(body, type=SessionDispatchRequest)))
+        created = msgspec.json.decode(body, type=SessionCreateRequest)
+        return reply(node.create_proxy_session(created))
+
+    async def list_sessions(request: Request) -> Response:
+        wanted = request.query_params
+        limit = int(wanted.get("limit", "200"))
+        shown = [
+            status
+            for status in node.session_statuses()
+            if wanted.get("status") in (None, status.status)
+            and wanted.get("task_id") in (None, status.task_id)
+        ]
+        return reply({"sessions": shown[:limit]})
+
+    async def one(request: Request) -> Response:
+        status = node.session_status(request.path_params["session_id"])
+        return reply(status) if status else problem(404, "no such session here")
+
+    async def completions(request: Request) -> Response:
+        shown = node.completions(request.path_params["session_id"])
+        return problem(404, "no such session here") if shown is None else reply(shown)
+
+    async def delete(request: Request) -> Response:
+        session_id = request.path_params["session_id"]
+        dropped = node.cancel(session_id)
+        if dropped is None:
+            return problem(404, "no such session here")
+        return reply({"session_id": session_id, "deleted": True, "messages_deleted": dropped})
+
+    def guarded(
+        handler: Callable[[Request], Awaitable[Response]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except msgspec.ValidationError as error:
+                return problem(422, str(error))
+            except (msgspec.DecodeError, ValueError) as error:
+                return problem(400, str(error))
+            except DispatchRefusedError as error:
+                return problem(error.status, str(error))
+
+        return answer
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/healthz", health),
+            Route("/sessions", guarded(create), methods=["POST"]),
+            Route("/sessions", guarded(list_sessions)),
+            Route("/sessions/{session_id}", guarded(one)),
+            Route("/sessions/{session_id}", guarded(delete), methods=["DELETE"]),
+            Route("/sessions/{session_id}/completions", guarded(completions)),
+        ],
+        middleware=[Middleware(RequireToken, token=token)],
+    )

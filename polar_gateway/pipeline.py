@@ -1,0 +1,505 @@
+"""A session from dispatch to result: one coroutine, top to bottom.
+
+INIT -> READY -> RUNNING, then POSTRUN whatever happened before. Slots are limiters, not queues of
+workers; a READY place is reserved before INIT begins, so that a full buffer delays starts instead
+of parking workers on runtimes nobody counted. A failure becomes data where it is caught, the way a
+session ended is decided in `_result` alone, and its runtimes are stopped under a shield, always.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+import evaluators
+from builders.records import CompletionSession, Trajectory
+from evaluators.base import Evaluation
+from harness_adapters.base import HarnessAdapter, LaunchPlan
+from polar_gateway import lifecycle, stages
+from polar_gateway.config import NodeConfig
+from polar_gateway.engines.base import EngineProbe
+from polar_gateway.errors import BoundaryError, Failure, boundary
+from polar_gateway.lifecycle import Outcome, Stage
+from polar_gateway.model_listener import ModelListener
+from polar_gateway.protocol import (
+    Artifact,
+    Finding,
+    RuntimeSpec,
+    SessionDispatchRequest,
+    SessionResult,
+    Verdict,
+    agent_timeout,
+)
+from polar_gateway.runtimes.base import PackMount, Runtime, RuntimeRequest
+from polar_gateway.sessions import Session
+from polar_gateway.verdicts import verdict
+
+logger = logging.getLogger(__name__)
+
+KILL_SECONDS = 30.0
+"""How long killing a process tree, or removing a runtime, may take before it is given up."""
+
+MAX_LISTED_ARTIFACTS = 256
+
+
+class Slots:
+    """How many sessions may be in each stage at once."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.init = anyio.CapacityLimiter(config.max_init_workers)
+        self.ready = anyio.CapacityLimiter(config.max_ready_sessions)
+        self.running = anyio.CapacityLimiter(config.max_run_workers)
+        self.postrun = anyio.CapacityLimiter(config.max_postrun_workers)
+
+
+class NodeParts(msgspec.Struct, kw_only=True):
+    """What a session uses of its node."""
+
+    node_id: str
+    config: NodeConfig
+    probe: EngineProbe
+    adapters: dict[str, HarnessAdapter]
+    packs: dict[str, Path]
+    """Installed harness packs by name."""
+    runtimes: dict[str, type[Runtime]]
+    listener: ModelListener
+    slots: Slots
+    deliver: Callable[[SessionDispatchRequest, SessionResult], Awaitable[None]]
+    """Takes the result over; when it returns, the result survives a crash of the node."""
+
+
+class SessionRun:
+    """One attempt of one session on this node. `folder` is its own, and kept."""
+
+    def __init__(
+        self, node: NodeParts, session: Session, dispatch: SessionDispatchRequest, folder: Path
+    ) -> None:
+        self.session = session
+        self.dispatch = dispatch
+        self.cancelled = False
+        self._node = node
+        self._spec = dispatch.runtime or node.config.default_runtime or RuntimeSpec()
+        self._adapter = node.adapters[dispatch.agent.harness or ""]
+        self._folder = folder
+        self._artifacts = folder / "artifacts"
+        self._artifacts.mkdir(parents=True, exist_ok=True)
+        self._findings: list[Finding] = []
+        self._stopped_by: Failure | None = None
+        self._live_scope = anyio.CancelScope()
+        self._grading_scope = anyio.CancelScope()
+        self._runtime: Runtime | None = None
+        self._where: stages.Paths | None = None
+        self._plan: LaunchPlan | None = None
+        self._harness_run: stages.HarnessRun | None = None
+        self._accepted = time.monotonic()
+
+    def cancel(self) -> None:
+        """End the session as cancelled, whichever stage it is in; idempotent."""
+        self.cancelled = True
+        self._stop()
+
+    def abandon(self, reason: str) -> None:
+        """End the session because its node goes; worth another attempt elsewhere."""
+        self._stopped_by = Failure(boundary="lost_node", message=reason, infra=True)
+        self._stop()
+
+    def _stop(self) -> None:
+        self.session.seal()
+        self._live_scope.cancel()
+        self._grading_scope.cancel()
+
+    async def run(self) -> None:
+        """The whole session; its ending is data, never an exception."""
+        async with AsyncExitStack() as place:
+            failure = await self._until_harness_end(place)
+            self.session.seal()
+            await self._stop_harness()
+            failure = self._stopped_by or failure or self._failure_of_the_run()
+            self.session.advance(Stage.POSTRUN_QUEUED)
+            self.session.deadline_at = None
+            async with self._node.slots.postrun:
+                started = time.monotonic()
+                result = await self._postrun(place, failure)
+                result.timing.postrun = stages.now_ms(started)
+        result.timing.e2e = stages.now_ms(self._accepted)
+        with anyio.CancelScope(shield=True):
+            await self._node.deliver(self.dispatch, result)
+        self.session.capture.close()
+        self.session.outcome = self._outcome(result)
+        self.session.result = result
+        self.session.advance(Stage.ENDED)
+        logger.info(
+            "session %s ended %s, reward %s, %d model calls",
+            result.session_id,
+            result.status,
+            result.reward,
+            result.completion_count,
+        )
+
+    # INIT, READY, RUNNING
+
+    async def _until_harness_end(self, place: AsyncExitStack) -> Failure | None:
+        slots, session = self._node.slots, self.session
+        try:
+            with self._live_scope:
+                async with AsyncExitStack() as buffered:
+                    await buffered.enter_async_context(slots.ready)
+                    async with slots.init:
+                        session.timing.register_to_init_queue = stages.now_ms(self._accepted)
+                        session.advance(Stage.INIT)
+                        started = time.monotonic()
+                        await self._init(place)
+                        session.timing.init = stages.now_ms(started)
+                    session.advance(Stage.READY)
+                    session.deadline_at = None
+                    started = time.monotonic()
+                    async with slots.running:
+                        await buffered.aclose()
+                        session.timing.ready_queue = stages.now_ms(started)
+                        session.advance(Stage.RUNNING)
+                        started = time.monotonic()
+                        await self._running()
+                        session.timing.run = stages.now_ms(started)
+        except BoundaryError as error:
+            return error.failure
+        return None
+
+    async def _init(self, place: AsyncExitStack) -> None:
+        seconds = self.dispatch.init_timeout_seconds
+        self.session.deadline_at = time.time() + seconds
+        try:
+            with anyio.fail_after(seconds):
+                runtime, where = await self._open_runtime(place, self._spec, purpose="agent")
+                self._runtime, self._where = runtime, where
+                env = stages.session_env(
+                    self.dispatch, self._spec, where, runtime.model_url, self.session.key
+                )
+                await stages.make_folders(runtime, where)
+                await stages.prepare(
+                    runtime, self._spec.prepare, where, env, self._node.config.upload_roots
+                )
+                self._plan = stages.launch_plan(
+                    self._adapter,
+                    self.dispatch,
+                    runtime,
+                    where,
+                    key=self.session.key,
+                    model_name=self._node.probe.model,
+                    context_length=self._node.probe.max_model_len,
+                )
+                await stages.write_plan(runtime, self._plan, self.dispatch.instruction, where)
+        except TimeoutError as error:
+            raise BoundaryError("runtime", f"INIT took longer than {seconds:g} s") from error
+
+    async def _open_runtime(
+        self, place: AsyncExitStack, spec: RuntimeSpec, *, purpose: str
+    ) -> tuple[Runtime, stages.Paths]:
+        backend = self._node.runtimes.get(spec.backend)
+        if backend is None:
+            offered = ", ".join(sorted(self._node.runtimes)) or "none"
+            raise BoundaryError(
+                "runtime",
+                f"node {self._node.node_id} has no runtime {spec.backend!r}; it offers {offered}",
+            )
+        scratch = self._folder / f"runtime-{purpose}"
+        scratch.mkdir()
+        place.callback(shutil.rmtree, scratch, ignore_errors=True)
+        serves_model = purpose == "agent"
+        runtime = backend(
+            RuntimeRequest(
+                session_id=self.dispatch.session_id,
+                attempt_id=self.dispatch.attempt_id,
+                owner=self._node.node_id,
+                spec=spec,
+                mounts=self._mounts() if serves_model else (),
+                mount_roots=tuple(self._node.config.mount_roots),
+                scratch_dir=scratch,
+                model_port=self._node.listener.port if serves_model else None,
+                serve_socket=self._node.listener.add_socket if serves_model else None,
+                purpose=purpose,
+            )
+        )
+        place.push_async_callback(self._stop_runtime, runtime)
+        with boundary("runtime", f"the runtime {spec.backend} did not start"):
+            await runtime.start()
+        self._findings += [Finding(code="runtime", level="note", message=n) for n in runtime.notes]
+        if not runtime.isolated:
+            self._findings.append(
+                Finding(code="unisolated", message=f"the runtime {spec.backend} isolates nothing")
+            )
+        return runtime, stages.paths(runtime, spec)
+
+    def _mounts(self) -> tuple[PackMount, ...]:
+        name = self._adapter.pack
+        if name is None:
+            return ()
+        if name not in self._node.packs:
+            raise BoundaryError(
+                "harness",
+                f"the harness pack {name} is not installed on node {self._node.node_id}; "
+                f"run: polar harness install {name}",
+                infra=True,
+            )
+        return (PackMount(source=self._node.packs[name], target=f"{stages.PACKS_DIR}/{name}"),)
+
+    async def _running(self) -> None:
+        runtime, where, plan = self._runtime, self._where, self._plan
+        assert runtime is not None and where is not None and plan is not None, "INIT sets them"
+        seconds = self.dispatch.remaining_timeout_seconds
+        lower = agent_timeout(self.dispatch.metadata)
+        if lower is not None:
+            seconds = min(seconds, lower)
+        self.session.deadline_at = time.time() + seconds
+        self._harness_run = await stages.run_harness(
+            runtime,
+            self._adapter,
+            plan,
+            self.dispatch.instruction,
+            where,
+            stages.session_env(
+                self.dispatch, self._spec, where, runtime.model_url, self.session.key
+            ),
+            timeout=seconds,
+            artifacts_dir=self._artifacts,
+        )
+
+    # After the harness
+
+    async def _stop_harness(self) -> None:
+        """Nothing of the agent may run while its work is built and graded."""
+        if self._runtime is None:
+            return
+        with anyio.move_on_after(KILL_SECONDS, shield=True) as scope:
+            try:
+                await self._runtime.cancel()
+            except Exception as error:
+                logger.exception("session %s: processes were not stopped", self.session.session_id)
+                self._findings.append(
+                    Finding(
+                        code="processes_not_stopped", message=str(error) or type(error).__name__
+                    )
+                )
+        if scope.cancelled_caught:
+            self._findings.append(
+                Finding(code="processes_not_stopped", message=f"not within {KILL_SECONDS:g} s")
+            )
+
+    async def _stop_runtime(self, runtime: Runtime) -> None:
+        with anyio.move_on_after(KILL_SECONDS, shield=True) as scope:
+            try:
+                await runtime.stop()
+            except Exception:
+                logger.exception("session %s: its runtime was not removed", self.session.session_id)
+        if scope.cancelled_caught:
+            logger.error(
+                "session %s: its runtime was not removed within %g s",
+                self.session.session_id,
+                KILL_SECONDS,
+            )
+
+    def _failure_of_the_run(self) -> Failure | None:
+        """A failed model call outranks the harness's exit: the harness only saw an HTTP error."""
+        run = self._harness_run
+        if run is None or (run.end is not None and run.end.outcome == "completed"):
+            return None
+        if self.session.engine_failure is not None:
+            return self.session.engine_failure
+        if run.end is None:
+            return None
+        return Failure(
+            boundary="harness",
+            message=f"{self._adapter.name} failed: {run.end.reason or 'no reason given'}",
+            detail=run.stderr_tail or run.stdout_tail,
+        )
+
+    async def _postrun(self, place: AsyncExitStack, failure: Failure | None) -> SessionResult:
+        """Build always, grade where that means something; failures join what went before."""
+        session = self.session
+        budget = stages.postrun_seconds(self.dispatch)
+        session.deadline_at = time.time() + budget
+        session.advance(Stage.BUILDING)
+        started = time.monotonic()
+        completions = session.capture.completion_session(self._node.probe.end_of_turn_ids)
+        trajectory: Trajectory | None = None
+        evaluation = Evaluation(validity="ungraded")
+        try:
+            trajectory = await anyio.to_thread.run_sync(stages.build, self.dispatch, completions)
+            session.timing.build = stages.now_ms(started)
+            if self._runtime is not None and self._plan is not None:
+                await self._keep_native_logs(self._runtime, self._plan)
+            session.advance(Stage.EVALUATING)
+            started = time.monotonic()
+            if self._may_be_graded(failure):
+                self._grading_scope.deadline = anyio.current_time() + budget
+                with self._grading_scope:
+                    evaluation = await self._grade(place, trajectory, failure)
+                if self._grading_scope.cancelled_caught and not self._grading_was_stopped():
+                    raise BoundaryError(
+                        "evaluator", f"grading took longer than {budget:g} s", infra=True
+                    )
+                trajectory = stages.reward(self.dispatch, trajectory, evaluation)
+                session.timing.eval = stages.now_ms(started)
+        except BoundaryError as error:
+            failure = failure or error.failure
+        return self._result(completions, trajectory, evaluation, self._stopped_by or failure)
+
+    async def _keep_native_logs(self, runtime: Runtime, plan: LaunchPlan) -> None:
+        with anyio.move_on_after(KILL_SECONDS, shield=True):
+            for note in await stages.keep_native_logs(runtime, plan, self._artifacts):
+                self._findings.append(Finding(code="native_log_lost", level="note", message=note))
+
+    def _grading_was_stopped(self) -> bool:
+        return self.cancelled or self._stopped_by is not None
+
+    def _may_be_graded(self, failure: Failure | None) -> bool:
+        """An agent that failed or ran out of time is graded; a broken infrastructure is not."""
+        if (
+            self._grading_was_stopped()
+            or self._harness_run is None
+            or self.dispatch.evaluator is None
+        ):
+            return False
+        return failure is None or not failure.infra
+
+    async def _grade(
+        self, place: AsyncExitStack, trajectory: Trajectory, failure: Failure | None
+    ) -> Evaluation:
+        spec = self.dispatch.evaluator
+        assert spec is not None and self._runtime is not None and self._where is not None
+        needs_workspace = evaluators.EVALUATORS[spec.strategy].needs_workspace
+        runtime, where = self._runtime, self._where
+        if needs_workspace and spec.refresh_runtime:
+            runtime, where = await self._fresh_runtime(place)
+        elif needs_workspace:
+            self._findings.append(
+                Finding(
+                    code="graded_in_agent_runtime",
+                    level="note",
+                    message="the agent's own runtime was graded",
+                )
+            )
+        evaluation = await stages.evaluate(
+            self.dispatch,
+            trajectory,
+            runtime,
+            where,
+            stages.grading_env(self.dispatch, self._spec, where),
+            self._harness_run,
+            seconds_left=self._grading_scope.deadline - anyio.current_time(),
+            artifacts_dir=self._artifacts,
+        )
+        if failure is not None and stages.positive(evaluation):
+            self._findings.append(
+                Finding(
+                    code="reward_withheld",
+                    message="a session that failed is not rewarded; the evaluator's own reward is in the report",
+                )
+            )
+            evaluation = stages.withheld(evaluation)
+        return evaluation
+
+    async def _fresh_runtime(self, place: AsyncExitStack) -> tuple[Runtime, stages.Paths]:
+        """A runtime that the agent never touched, prepared anew, with the agent's workdir in it."""
+        assert self._runtime is not None and self._where is not None
+        runtime, where = await self._open_runtime(place, self._spec, purpose="eval")
+        await stages.make_folders(runtime, where)
+        actions = self._spec.prepare if self._spec.eval_prepare is None else self._spec.eval_prepare
+        env = stages.grading_env(self.dispatch, self._spec, where)
+        await stages.prepare(runtime, actions, where, env, self._node.config.upload_roots)
+        copy = self._folder / "workdir"
+        with boundary("evaluator", "the agent's workdir could not be moved to the fresh runtime"):
+            await self._runtime.download(self._where.workdir, copy)
+            await runtime.upload(copy, where.workdir)
+        await anyio.to_thread.run_sync(lambda: shutil.rmtree(copy, ignore_errors=True))
+        return runtime, where
+
+    # The ending
+
+    def _result(
+        self,
+        completions: CompletionSession,
+        trajectory: Trajectory | None,
+        evaluation: Evaluation,
+        failure: Failure | None,
+    ) -> SessionResult:
+        if self.cancelled:
+            failure = Failure(boundary="cancelled", message="session cancelled")
+        said = verdict(
+            completions,
+            trajectory,
+            failure=failure,
+            graded=evaluation.validity == "graded",
+            notes=self._findings,
+        )
+        if said.tokens == "none" and failure is None:
+            failure = _nothing_trainable(said)
+        timed_out = self._harness_run is not None and self._harness_run.timed_out
+        outcome = lifecycle.ending(cancelled=self.cancelled, timed_out=timed_out, failure=failure)
+        status = lifecycle.wire_status(Stage.ENDED, outcome)
+        error = failure.message if failure else None
+        if trajectory is not None:
+            trajectory.status = status
+            trajectory.error = error
+        return SessionResult(
+            session_id=self.dispatch.session_id,
+            task_id=self.dispatch.task_id,
+            attempt_id=self.dispatch.attempt_id,
+            status=status,
+            trajectory=trajectory,
+            timing=self.session.timing,
+            node_id=self._node.node_id,
+            error=error,
+            metadata={**self.dispatch.metadata, "agent_result": self._agent_result()},
+            reward=evaluation.outcome_reward,
+            verdict=said,
+            failure=failure,
+            artifacts=_artifacts(self._folder),
+            completion_count=len(completions.completions),
+        )
+
+    def _agent_result(self) -> dict[str, object]:
+        run = self._harness_run
+        if run is None:
+            return {
+                "status": "failed",
+                "return_code": None,
+                "error": "the harness did not run to an end",
+            }
+        if run.end is None:
+            return {"status": "timeout", "return_code": -1, "error": "the time limit was reached"}
+        return {
+            "status": run.end.outcome,
+            "return_code": run.end.return_code,
+            "error": run.end.reason or None,
+        }
+
+    def _outcome(self, result: SessionResult) -> Outcome:
+        timed_out = result.status == "TIMEOUT"
+        return lifecycle.ending(
+            cancelled=self.cancelled, timed_out=timed_out, failure=result.failure
+        )
+
+
+def _nothing_trainable(said: Verdict) -> Failure:
+    reasons = (
+        ", ".join(f.code for f in said.findings if f.level == "fatal") or "everything was left out"
+    )
+    return Failure(boundary="capture", message=f"no trainable token was captured: {reasons}")
+
+
+def _artifacts(folder: Path) -> list[Artifact]:
+    """The files that are kept, relative names first; links are not followed."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.is_symlink()]
+    kept = [
+        p for p in files if p.relative_to(folder).parts[0] == "artifacts" or p.suffix == ".journal"
+    ]
+    return [
+        Artifact(name=str(p.relative_to(folder)), path=str(p), bytes=p.stat().st_size)
+        for p in kept[:MAX_LISTED_ARTIFACTS]
+    ]
