@@ -98,7 +98,7 @@ class HarnessEnd(msgspec.Struct, kw_only=True, frozen=True):
 
     outcome: Literal["completed", "failed"]
     reason: str = ""
-    """One sentence for people; empty when it completed."""
+    """One sentence for people; empty when it simply completed."""
     return_code: int | None = None
 
 
