@@ -1,53 +1,412 @@
-"""The record of one session's model calls, durable call by call."""
+"""The record of one session's model calls, durable call by call.
 
+Everything known about a session is what its journal's records add up to (`Ledger`), for a live
+session and for one that is read back, so that the two cannot differ.
+
+A completion is stored as the difference to an earlier one. Which one is found by message identity:
+the messages of all calls form a tree, a new request walks down it for as long as its messages are
+equal, and its parent is the latest call that came through the deepest node reached, of those with
+the same tools if there are any (tools stand at the head of a rendered prompt). Tokens are then
+compared with that parent's alone. A poor choice costs space and never truth.
+"""
+
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from builders.records import Completion, CompletionSession, Floats, Ids
+from polar_gateway.capture import journal
+from polar_gateway.capture.journal import CaptureError, Journal
 from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines.base import EngineReply
+
+CHAIN_HEADERS = ("thread-id", "x-claude-code-agent-id", "x-session-id")
+"""Headers by which harnesses tell their conversations apart."""
+
+
+class Ledger:
+    """What a journal's records add up to."""
+
+    def __init__(self) -> None:
+        self.header = journal.Opened(session_id="")
+        self.completions: dict[int, Completion] = {}
+        """By index, which is the order of arrival and has gaps where calls failed."""
+        self.open: dict[str, journal.Intent] = {}
+        self.arrived = 0
+        self.sealed = False
+        self.findings: list[str] = []
+        self._finished: dict[str, Completion] = {}
+
+    def apply(self, record: journal.AnyRecord) -> None:
+        match record:
+            case journal.Opened():
+                self.header = record
+            case journal.Intent():
+                self.open[record.completion_id] = record
+                self.arrived = record.index + 1
+            case journal.Appended():
+                pass  # what an unfinished call sampled; the closing record repeats it
+            case journal.Completed():
+                self._complete(self.open.pop(record.completion_id), record)
+            case journal.Failed():
+                del self.open[record.completion_id]
+                self.findings.append(record.code)
+            case journal.Undelivered():
+                self._finished[record.completion_id].delivered = False
+            case journal.Sealed():
+                self.sealed = True
+
+    def _complete(self, intent: journal.Intent, record: journal.Completed) -> None:
+        parent = None if intent.parent is None else self.completions[intent.parent]
+        completion = Completion(
+            completion_id=intent.completion_id,
+            index=intent.index,
+            parent=parent,
+            shared=record.shared,
+            tail=journal.unpack_ids(record.tail),
+            sampled_ids=journal.unpack_ids(record.sampled),
+            logprobs=None if record.logprobs is None else journal.unpack_floats(record.logprobs),
+            messages_shared=intent.messages_shared,
+            messages_tail=intent.messages_tail,
+            tools=parent.tools if intent.tools_as_parent and parent else intent.tools,
+            response_message=record.response_message,
+            finish_reason=record.finish_reason,
+            stop_reason=record.stop_reason,
+            dialect=intent.dialect,
+            model_requested=intent.model_requested,
+            model_used=record.model_used,
+            policy_version=self.header.policy_version,
+            sampling=record.sampling,
+            usage=record.usage,
+            started_at=intent.at,
+            ended_at=record.at,
+            notes=intent.notes,
+            findings=record.findings,
+            chain=intent.chain,
+        )
+        self.completions[intent.index] = completion
+        self._finished[intent.completion_id] = completion
+
+    def completion_session(self, end_of_turn_ids: list[int]) -> CompletionSession:
+        unfinished = ["call_unfinished"] * len(self.open)
+        return CompletionSession(
+            session_id=self.header.session_id,
+            task_id=self.header.task_id,
+            completions=[self.completions[index] for index in sorted(self.completions)],
+            metadata=self.header.metadata,
+            end_of_turn_ids=list(end_of_turn_ids),
+            findings=[*self.findings, *unfinished],
+        )
+
+
+class SessionCapture:
+    """All calls of a session; one journal file. Methods raise CaptureError when it cannot be written."""
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        task_id: str | None,
+        journal_path: Path,
+        metadata: dict[str, Any],
+        policy_version: str | None,
+    ) -> None:
+        self.session_id = session_id
+        self._ledger = Ledger()
+        self._journal = Journal(journal_path)
+        self._tree = _MessageTree()
+        self._write(
+            journal.Opened(
+                session_id=session_id,
+                task_id=task_id,
+                metadata=metadata,
+                policy_version=policy_version,
+            )
+        )
+
+    def open(
+        self,
+        request: ModelRequest,
+        *,
+        completion_id: str,
+        dialect: str,
+        headers: Mapping[str, str],
+    ) -> "OpenCall":
+        """Journal that a call is about to be made."""
+        place = self._tree.find(request.messages, request.tools)
+        parent = place.parent
+        self._write(
+            journal.Intent(
+                completion_id=completion_id,
+                index=self._ledger.arrived,
+                parent=None if parent is None else parent.index,
+                messages_shared=place.shared,
+                messages_tail=place.messages[place.shared :],
+                tools_as_parent=parent is not None and parent.tools is place.tools,
+                tools=None if parent is not None and parent.tools is place.tools else place.tools,
+                dialect=dialect,
+                model_requested=request.model,
+                chain={name: headers[name] for name in CHAIN_HEADERS if name in headers},
+                notes=request.notes,
+                at=time.time(),
+            )
+        )
+        return OpenCall(self, completion_id, place)
+
+    def seal(self) -> None:
+        """End what is in flight and refuse what comes; whatever is built now stays true."""
+        if self._ledger.sealed:
+            return
+        try:
+            for completion_id in list(self._ledger.open):
+                self._write(
+                    journal.Failed(
+                        completion_id=completion_id,
+                        code="call_cut_by_seal",
+                        message="the session was sealed while the call was in flight",
+                        at=time.time(),
+                    )
+                )
+            self._write(journal.Sealed(at=time.time()))
+        finally:
+            self._ledger.sealed = True
+
+    @property
+    def completion_count(self) -> int:
+        return len(self._ledger.completions)
+
+    def completion_session(self, end_of_turn_ids: list[int]) -> CompletionSession:
+        return self._ledger.completion_session(end_of_turn_ids)
+
+    def close(self) -> None:
+        """Release the file; the completions stay readable."""
+        self._journal.close()
+
+    def _write(self, record: journal.AnyRecord) -> None:
+        if self._ledger.sealed:
+            raise CaptureError(f"session {self.session_id} is sealed")
+        self._journal.append(record)
+        self._ledger.apply(record)
 
 
 class OpenCall:
     """A model call whose intent is in the journal and whose answer is not there yet."""
 
-    completion_id: str
+    def __init__(self, capture: SessionCapture, completion_id: str, place: "_Place") -> None:
+        self.completion_id = completion_id
+        self._capture = capture
+        self._place = place
+
+    @property
+    def is_open(self) -> bool:
+        """False once it was closed, failed, or cut by the session's seal."""
+        return self.completion_id in self._capture._ledger.open
 
     def append(self, ids: Ids, logprobs: Floats) -> None:
         """Journal what was sampled since the last append; durable when this returns."""
-        raise NotImplementedError
+        if ids:
+            self._capture._write(
+                journal.Appended(
+                    completion_id=self.completion_id,
+                    sampled=journal.pack(ids),
+                    logprobs=journal.pack(logprobs),
+                )
+            )
 
     def close(self, reply: EngineReply, sampling: dict[str, Any]) -> Completion:
         """Journal the finished completion; durable when this returns."""
-        raise NotImplementedError
+        parent = self._place.parent
+        shared = 0 if parent is None else shared_prefix(reply.prompt_ids, parent)
+        usage = reply.usage
+        self._capture._write(
+            journal.Completed(
+                completion_id=self.completion_id,
+                shared=shared,
+                tail=journal.pack(reply.prompt_ids[shared:]),
+                sampled=journal.pack(reply.sampled_ids),
+                logprobs=None if reply.logprobs is None else journal.pack(reply.logprobs),
+                response_message=reply.message,
+                finish_reason=reply.finish_reason,
+                stop_reason=reply.stop_reason,
+                model_used=reply.model,
+                sampling=sampling,
+                usage={
+                    "prompt_tokens": usage.prompt_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                    "cached_tokens": usage.cached_tokens,
+                    "reasoning_tokens": usage.reasoning_tokens,
+                },
+                findings=reply.findings,
+                at=time.time(),
+            )
+        )
+        completion = self._capture._ledger._finished[self.completion_id]
+        self._capture._tree.insert(self._place, completion)
+        return completion
 
-    def fail(self, message: str) -> None:
-        """Journal that the call ended without an answer."""
-        raise NotImplementedError
+    def fail(self, message: str, code: str = "call_failed") -> None:
+        """Journal that the call ended without an answer; a call cut by the seal has ended already."""
+        if self.is_open:
+            self._capture._write(
+                journal.Failed(
+                    completion_id=self.completion_id, code=code, message=message, at=time.time()
+                )
+            )
 
     def undelivered(self) -> None:
-        """Journal that the answer, once recorded, never reached the harness."""
-        raise NotImplementedError
+        """Journal that the answer, once recorded, never reached the harness.
+
+        Does nothing once the session is sealed: what was built must stay true.
+        """
+        if not self._capture._ledger.sealed:
+            self._capture._write(journal.Undelivered(completion_id=self.completion_id))
 
 
-class SessionCapture:
-    """All calls of a session; one journal file."""
+def read_session(path: Path, end_of_turn_ids: list[int] | None = None) -> CompletionSession:
+    """The session that a journal holds, as its capture last saw it."""
+    contents = journal.read_journal(path)
+    ledger = Ledger()
+    for record in contents.records:
+        ledger.apply(record)
+    session = ledger.completion_session(end_of_turn_ids or [])
+    if contents.finding:
+        session.findings.append(contents.finding)
+    return session
 
-    def __init__(self, *, session_id: str, task_id: str | None, journal_path: Path, metadata: dict[str, Any], policy_version: str | None) -> None:
-        raise NotImplementedError
 
-    def open(self, request: ModelRequest, *, dialect: str, headers: dict[str, str]) -> OpenCall:
-        raise NotImplementedError
+def shared_prefix(prompt: Ids, parent: Completion) -> int:
+    """How many leading ids of `prompt` are those of the parent's prompt and sampled ids.
 
-    def seal(self) -> None:
-        raise NotImplementedError
+    Compares piece by piece along the parent's own ancestry, so that no prompt is expanded.
+    """
+    ours = prompt.tobytes()
+    size = prompt.itemsize
+    for start, piece in _context_pieces(parent):
+        theirs = piece.tobytes()
+        if not ours.startswith(theirs, start * size):
+            return start + _common(ours[start * size : start * size + len(theirs)], theirs) // size
+    return min(len(prompt), parent.prompt_length + len(parent.sampled_ids))
 
-    @property
-    def completion_count(self) -> int:
-        raise NotImplementedError
 
-    def completion_session(self, end_of_turn_ids: list[int]) -> CompletionSession:
-        raise NotImplementedError
+def _context_pieces(completion: Completion) -> list[tuple[int, Ids]]:
+    """The stored pieces that a completion's context consists of, each with its offset, in order."""
+    pieces: list[tuple[int, Ids]] = []
+    node: Completion | None = completion
+    wanted = completion.prompt_length + len(completion.sampled_ids)
+    while node is not None and wanted > 0:
+        prompt_end = node.prompt_length
+        if wanted > prompt_end:
+            pieces.append((prompt_end, node.sampled_ids[: wanted - prompt_end]))
+            wanted = prompt_end
+        if wanted > node.shared:
+            pieces.append((node.shared, node.tail[: wanted - node.shared]))
+            wanted = node.shared
+        node = node.parent
+    pieces.reverse()
+    return pieces
 
-    def close(self) -> None:
-        raise NotImplementedError
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length of the common prefix, by halving, so that bytes are compared in bulk."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class _Node:
+    """One message in the place where it was said."""
+
+    __slots__ = ("children", "latest", "message")
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        self.message = message
+        self.children: list[_Node] = []
+        self.latest: dict[int, Completion] = {}
+        """The latest completion that came through here, for each set of tools."""
+
+    def child(self, message: dict[str, Any]) -> "_Node | None":
+        for node in self.children:
+            if node.message is message or node.message == message:
+                return node
+        return None
+
+
+class _Place:
+    """Where a request stands in the tree; its messages and tools are the stored objects if equal."""
+
+    __slots__ = ("messages", "parent", "path", "shared", "tools", "toolset")
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        toolset: int,
+        path: list[_Node],
+        parent: Completion | None,
+        shared: int,
+    ) -> None:
+        self.messages = messages
+        self.tools = tools
+        self.toolset = toolset
+        self.path = path
+        self.parent = parent
+        self.shared = shared
+
+
+class _MessageTree:
+    """The messages of all completions as a prefix tree; equal messages are kept once."""
+
+    def __init__(self) -> None:
+        self._root = _Node({})
+        self._toolsets: list[list[dict[str, Any]] | None] = []
+
+    def find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Place:
+        toolset = self._intern(tools)
+        path: list[_Node] = []
+        parent: Completion | None = None
+        shared = 0
+        node = self._root
+        for message in messages:
+            found = node.child(message)
+            if found is None:
+                break
+            node = found
+            path.append(node)
+            if toolset in node.latest:
+                parent, shared = node.latest[toolset], len(path)
+        if parent is None and path:
+            parent = max(node.latest.values(), key=lambda completion: completion.index)
+            shared = len(path)
+        return _Place(
+            messages=[*(node.message for node in path), *messages[len(path) :]],
+            tools=self._toolsets[toolset],
+            toolset=toolset,
+            path=path,
+            parent=parent,
+            shared=shared,
+        )
+
+    def insert(self, place: _Place, completion: Completion) -> None:
+        node = place.path[-1] if place.path else self._root
+        for message in [*place.messages[len(place.path) :], completion.response_message]:
+            found = node.child(message)
+            if found is None:
+                found = _Node(message)
+                node.children.append(found)
+            node = found
+            place.path.append(node)
+        for node in place.path:
+            node.latest[place.toolset] = completion
+
+    def _intern(self, tools: list[dict[str, Any]] | None) -> int:
+        for number, known in enumerate(self._toolsets):
+            if known == tools:
+                return number
+        self._toolsets.append(tools)
+        return len(self._toolsets) - 1

@@ -10,7 +10,17 @@ from typing import Any, Protocol
 import msgspec
 
 from builders.records import Floats, Ids
-from polar_gateway.dialects.turn import ErrorKind, ModelRequest, TurnEvent, Usage
+from polar_gateway.dialects.messages import message_of
+from polar_gateway.dialects.turn import (
+    Block,
+    Call,
+    ErrorKind,
+    FinishReason,
+    ModelRequest,
+    Turn,
+    TurnEvent,
+    Usage,
+)
 
 
 class EngineReply(msgspec.Struct, kw_only=True):
@@ -19,13 +29,31 @@ class EngineReply(msgspec.Struct, kw_only=True):
     prompt_ids: Ids
     sampled_ids: Ids
     logprobs: Floats | None
-    message: dict[str, Any]
-    """Chat form: role, content, reasoning_content, tool_calls."""
+    blocks: list[Block]
+    """What the engine's parsers made of the tokens, in order."""
     finish_reason: str | None
     stop_reason: int | str | None = None
     usage: Usage
     model: str = ""
     findings: list[str] = []
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a chat message, in the form in which a harness's echo of it is normalised."""
+        return message_of(self.blocks)
+
+    def turn(self, completion_id: str, created: int) -> Turn:
+        """The answer as dialects render it."""
+        called = any(isinstance(block, Call) for block in self.blocks)
+        reason: FinishReason = "tool_calls" if called else "stop"
+        return Turn(
+            completion_id=completion_id,
+            created=created,
+            blocks=self.blocks,
+            finish_reason="length" if self.finish_reason == "length" else reason,
+            stop_sequence=self.stop_reason if isinstance(self.stop_reason, str) else None,
+            usage=self.usage,
+        )
 
 
 class EngineError(Exception):
@@ -53,9 +81,14 @@ class EngineProbe(msgspec.Struct, kw_only=True):
 
 
 class EngineStream(Protocol):
-    """A generation in flight: iterate over turn events (all but TurnEnd); afterwards `reply`."""
+    """A generation in flight: iterate over batches of turn events (all but TurnEnd).
 
-    def __aiter__(self) -> AsyncIterator[TurnEvent]: ...
+    A batch is what arrived together. Waiting for the next one may be cancelled and repeated;
+    nothing is lost by it. Raises EngineError when the engine breaks off. `reply` is there once the
+    iteration has ended by itself.
+    """
+
+    def __aiter__(self) -> AsyncIterator[list[TurnEvent]]: ...
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         """What has been sampled and not yet been asked for by an earlier call of this method."""
@@ -79,6 +112,13 @@ class Engine(Protocol):
 
     async def complete(self, request: ModelRequest, request_id: str) -> EngineReply: ...
 
-    async def stream(self, request: ModelRequest, request_id: str) -> EngineStream: ...
+    async def stream(self, request: ModelRequest, request_id: str) -> EngineStream:
+        """Returns once the generation's first event is there, so that everything that fails before
+        can still be tried again or answered with a status."""
+        ...
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """How many tokens the request's prompt has, as the engine would render it."""
+        ...
 
     async def aclose(self) -> None: ...

@@ -1,0 +1,707 @@
+"""vLLM through /v1/chat/completions: canonical rendering, token ids captured.
+
+vLLM reports the prompt's ids once and the sampled ids beside the text (`return_token_ids`); the
+stop token is among them. Only what is read is decoded. `include_reasoning` is never sent: false
+removes ids and log probabilities from the answer.
+"""
+
+import math
+import re
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+import anyio
+import msgspec
+
+from builders.records import Floats, Ids
+from polar_gateway.dialects.turn import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Call,
+    ErrorKind,
+    ModelRequest,
+    Reasoning,
+    Text,
+    TurnEvent,
+    Usage,
+)
+from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
+
+BACKOFF = (0.1, 0.5)
+"""Seconds between tries; after the last one the error is the harness's to hear."""
+MISSING_LOGPROB = -9999.0
+"""How vLLM writes minus infinity."""
+
+_T = TypeVar("_T")
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Message(msgspec.Struct):
+    """A whole message or a delta; the two have the same fields."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message = msgspec.field(default_factory=_Message)
+    delta: _Message = msgspec.field(default_factory=_Message)
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer or one chunk of a stream."""
+
+    model: str = ""
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Models(msgspec.Struct):
+    class Model(msgspec.Struct):
+        id: str
+        max_model_len: int | None = None
+
+    data: list[Model] = []
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+    tokens: list[int] = []
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_encoder = msgspec.json.Encoder()
+
+
+class _Failed(EngineError):
+    """An EngineError that knows whether asking again may help."""
+
+    def __init__(
+        self, kind: ErrorKind, *, infra: bool, detail: str = "", again: bool = False
+    ) -> None:
+        super().__init__(kind, infra=infra, detail=detail)
+        self.again = again
+
+
+class Vllm:
+    """One vLLM server. `model` is its name for the weights; empty takes the first it lists."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        backoff: tuple[float, ...] = BACKOFF,
+    ) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._backoff = backoff
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._client: aiohttp.ClientSession | None = None
+
+    async def complete(self, request: ModelRequest, request_id: str) -> EngineReply:
+        body = await self._body(request, stream=False)
+
+        async def once() -> EngineReply:
+            answer = await self._post("/v1/chat/completions", body, _answers, request_id)
+            return read_answer(answer)
+
+        return await self._try(once)
+
+    async def stream(self, request: ModelRequest, request_id: str) -> "VllmStream":
+        body = await self._body(request, stream=True)
+
+        async def once() -> VllmStream:
+            response = await self._open("/v1/chat/completions", body, request_id)
+            stream = VllmStream(response)
+            try:
+                await stream.begin()
+            except BaseException:
+                response.close()
+                raise
+            return stream
+
+        return await self._try(once)
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        return len(await self._render(request, add_generation_prompt=True))
+
+    async def probe(self) -> EngineProbe:
+        """Ask what the server is and whether it says ids; problems come back as sentences.
+
+        Raises EngineError for what may pass: a server that is not there yet, or busy.
+        """
+        found = EngineProbe(engine=self.name, model=self.model)
+        try:
+            await self._probe(found)
+        except _Failed as error:
+            if error.again:
+                raise
+            found.problems.append(f"it does not answer as a vLLM would: {error}")
+        return found
+
+    async def _probe(self, found: EngineProbe) -> None:
+        version = await self._try(lambda: self._get("/version", msgspec.json.Decoder(_Version)))
+        found.version = version.version
+        listing = await self._models()
+        served = {model.id: model.max_model_len for model in listing.data}
+        if not served:
+            found.problems.append("it serves no model")
+            return
+        found.model = self.model = self.model or listing.data[0].id
+        if self.model not in served:
+            found.problems.append(
+                f"it does not serve {self.model!r} but {', '.join(sorted(served))}"
+            )
+            return
+        found.max_model_len = served[self.model]
+        await self._probe_tokens(found)
+
+    async def _probe_tokens(self, found: EngineProbe) -> None:
+        said: dict[str, Any] = {"role": "user", "content": "Say yes."}
+        reply = await self.complete(
+            ModelRequest(model=self.model, messages=[said], max_tokens=1), "polar-probe"
+        )
+        found.token_ids = not {"ids_missing", "prompt_ids_missing"} & set(reply.findings)
+        if reply.findings:
+            found.problems.append(
+                f"a one-token answer of {self.model!r} came without trustworthy tokens "
+                f"({', '.join(reply.findings)}); vLLM 0.10 or newer is needed"
+            )
+        found.end_of_turn_ids = await self._end_of_turn(said)
+
+    async def _end_of_turn(self, said: dict[str, Any]) -> list[int]:
+        """The id that the template puts behind a finished answer: what a closed rendering of one
+        has that an open one lacks. Empty where the server cannot render that."""
+        request = ModelRequest(
+            model=self.model, messages=[said, {"role": "assistant", "content": "yes"}]
+        )
+        try:
+            closed = await self._render(request, add_generation_prompt=False)
+            unfinished = await self._render(
+                request, add_generation_prompt=False, continue_final_message=True
+            )
+        except EngineError:
+            return []
+        length = len(unfinished)
+        return closed[length : length + 1] if closed[:length] == unfinished else []
+
+    async def _render(self, request: ModelRequest, **options: bool) -> list[int]:
+        body = {"model": await self._served(), "messages": request.messages, **options}
+        if request.tools:
+            body["tools"] = request.tools
+        if request.template_kwargs:
+            body["chat_template_kwargs"] = request.template_kwargs
+        encoded = _encoder.encode(body)
+        answer = await self._try(
+            lambda: self._post("/tokenize", encoded, msgspec.json.Decoder(_Tokenized))
+        )
+        return answer.tokens
+
+    async def _models(self) -> _Models:
+        return await self._try(lambda: self._get("/v1/models", msgspec.json.Decoder(_Models)))
+
+    async def _served(self) -> str:
+        if not self.model:
+            listing = await self._models()
+            if not listing.data:
+                raise EngineError(
+                    ErrorKind(status=503, code="overloaded", message="the engine serves no model"),
+                    infra=True,
+                )
+            self.model = listing.data[0].id
+        return self.model
+
+    async def _body(self, request: ModelRequest, *, stream: bool) -> bytes:
+        return _encoder.encode(chat_body(request, await self._served(), stream=stream))
+
+    async def _try(self, once: Callable[[], Awaitable[_T]]) -> _T:
+        """Nothing was handed on yet, so what failed for the engine's reasons is asked again."""
+        for delay in self._backoff:
+            try:
+                return await once()
+            except _Failed as error:
+                if not error.again:
+                    raise
+            await anyio.sleep(delay)
+        return await once()
+
+    async def _get(self, path: str, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        try:
+            async with self._session().get(self.base_url + path, headers=self._headers) as response:
+                data = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(error) from error
+        if response.status != 200:
+            raise error_of(response.status, data)
+        return _decoded(decoder, data)
+
+    async def _post(
+        self, path: str, body: bytes, decoder: "msgspec.json.Decoder[_T]", request_id: str = ""
+    ) -> _T:
+        response = await self._open(path, body, request_id)
+        try:
+            data = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(error) from error
+        finally:
+            response.release()
+        return _decoded(decoder, data)
+
+    async def _open(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
+        """Send a request and return its answer, status 200, body unread."""
+        headers = {**self._headers, "x-request-id": request_id} if request_id else self._headers
+        try:
+            response = await self._session().post(self.base_url + path, data=body, headers=headers)
+            if response.status == 200:
+                return response
+            async with response:
+                data = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(error) from error
+        raise error_of(response.status, data)
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                # As many calls as there are sessions: what limits them is the engine's queue.
+                connector=aiohttp.TCPConnector(limit=0),
+                # A generation takes as long as it takes; the session's deadline bounds it.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("accept-encoding", "user-agent"),
+                read_bufsize=1 << 20,
+            )
+        return self._client
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class VllmStream:
+    """One streamed generation; see `EngineStream`."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._rest = b""
+        self._first: list[TurnEvent] = []
+        self._assembly = Assembly()
+        self._ended = False
+
+    async def begin(self) -> None:
+        """Wait for the first event of the generation."""
+        while not self._first and not self._ended:
+            self._first = await self._read()
+
+    def __aiter__(self) -> AsyncIterator[list[TurnEvent]]:
+        return self
+
+    async def __anext__(self) -> list[TurnEvent]:
+        if self._first:
+            first, self._first = self._first, []
+            return first
+        while not self._ended:
+            if events := await self._read():
+                return events
+        raise StopAsyncIteration
+
+    async def _read(self) -> list[TurnEvent]:
+        try:
+            data = await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(error) from error
+        if not data:
+            raise _broke_off("the connection ended in the middle of an answer")
+        *lines, self._rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
+        events: list[TurnEvent] = []
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # an empty line or a keep-alive comment
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                self._ended = True
+                events += self._assembly.finish()
+                break
+            events += self._assembly.add(_decoded(_answers, payload))
+        return events
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._assembly.prompt_ids or ())
+
+    def sampled_so_far(self) -> tuple[Ids, Floats]:
+        return self._assembly.unseen()
+
+    @property
+    def reply(self) -> EngineReply:
+        return self._assembly.reply()
+
+    async def aclose(self) -> None:
+        if self._ended:
+            self._response.release()
+        else:
+            self._response.close()  # a closed connection is how vLLM is told to stop
+
+
+class Assembly:
+    """What the chunks of a stream add up to, and the turn events that each of them means."""
+
+    def __init__(self) -> None:
+        self.prompt_ids: list[int] | None = None
+        self._ids: Ids = array("i")
+        self._has_ids = False
+        self._logprobs: list[float | None] = []
+        self._seen = 0
+        self._model = ""
+        self._usage: _Usage | None = None
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._blocks: list[Block] = []
+        self._parts: list[str] = []
+        self._call: int | None = None
+        """Index of the open tool call."""
+
+    def add(self, chunk: _Answer) -> list[TurnEvent]:
+        if chunk.error:
+            raise error_of(None, b'{"error":' + bytes(chunk.error) + b"}")
+        if chunk.prompt_token_ids is not None:
+            self.prompt_ids = chunk.prompt_token_ids
+        if chunk.model:
+            self._model = chunk.model
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        events: list[TurnEvent] = []
+        for choice in chunk.choices:
+            if choice.token_ids is not None:
+                self._has_ids = True
+                self._ids.extend(choice.token_ids)
+            if choice.logprobs is not None and choice.logprobs.content:
+                self._logprobs += [entry.logprob for entry in choice.logprobs.content]
+            delta = choice.delta
+            if thought := delta.reasoning or delta.reasoning_content:
+                self._more(Reasoning, "reasoning", thought, events)
+            if delta.content:
+                self._more(Text, "text", delta.content, events)
+            for call in delta.tool_calls or ():
+                self._more_call(call, events)
+            if choice.finish_reason is not None:
+                self._finish_reason = choice.finish_reason
+                self._stop_reason = choice.stop_reason
+        return events
+
+    def finish(self) -> list[TurnEvent]:
+        """The stream is over: the last block ends. Raises when the answer is not a turn."""
+        if self._finish_reason is None:
+            raise _broke_off("the stream ended without a finish reason")
+        if self._finish_reason == "abort":
+            raise _aborted()
+        events: list[TurnEvent] = []
+        self._end_block(events)
+        return events
+
+    def unseen(self) -> tuple[Ids, Floats]:
+        since, self._seen = self._seen, len(self._ids)
+        logprobs = [math.nan if value is None else value for value in self._logprobs[since:]]
+        return self._ids[since:], array("f", logprobs)
+
+    def reply(self) -> EngineReply:
+        tokens = checked_tokens(
+            self.prompt_ids, self._ids if self._has_ids else None, self._logprobs, self._usage
+        )
+        return EngineReply(
+            prompt_ids=tokens.prompt_ids,
+            sampled_ids=tokens.sampled_ids,
+            logprobs=tokens.logprobs,
+            blocks=self._blocks,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            usage=_usage(self._usage, tokens),
+            model=self._model,
+            findings=tokens.findings,
+        )
+
+    def _more(
+        self, block: type[Reasoning] | type[Text], kind: Any, text: str, events: list[TurnEvent]
+    ) -> None:
+        if not self._parts or not isinstance(self._blocks[-1], block):
+            self._end_block(events)
+            self._blocks.append(block(text=""))
+            events.append(BlockStart(kind=kind))
+        self._parts.append(text)
+        events.append(BlockDelta(text=text))
+
+    def _more_call(self, call: _ToolCall, events: list[TurnEvent]) -> None:
+        if call.index != self._call:
+            self._end_block(events)
+            self._call = call.index
+            block = Call(id=call.id or "", name=call.function.name or "", arguments="")
+            self._blocks.append(block)
+            self._parts.append("")
+            events.append(BlockStart(kind="call", id=block.id, name=block.name))
+        if call.function.arguments:
+            self._parts.append(call.function.arguments)
+            events.append(BlockDelta(text=call.function.arguments))
+
+    def _end_block(self, events: list[TurnEvent]) -> None:
+        if not self._parts:
+            return
+        block = self._blocks[-1]
+        if isinstance(block, Call):
+            block.arguments = "".join(self._parts)
+        else:
+            block.text = "".join(self._parts)
+        self._parts = []
+        self._call = None
+        events.append(BlockEnd())
+
+
+def chat_body(request: ModelRequest, model: str, *, stream: bool) -> dict[str, Any]:
+    """The request as vLLM takes it; only what the harness or the task set is set."""
+    body: dict[str, Any] = {
+        **request.sampling,
+        "model": model,
+        "messages": request.messages,
+        "stream": stream,
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_token_ids": True,
+    }
+    if request.tools:  # an empty list is refused, and a choice without tools too
+        body["tools"] = request.tools
+        if request.tool_choice is not None:
+            body["tool_choice"] = request.tool_choice
+        if request.parallel_tool_calls is not None:
+            body["parallel_tool_calls"] = request.parallel_tool_calls
+    if request.max_tokens is not None:
+        body["max_tokens"] = request.max_tokens
+    if request.response_format is not None:
+        body["response_format"] = request.response_format
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = request.template_kwargs
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def read_answer(answer: _Answer) -> EngineReply:
+    """A whole answer as a reply. Raises EngineError when it is not a turn."""
+    if answer.error:
+        raise error_of(None, b'{"error":' + bytes(answer.error) + b"}")
+    if not answer.choices:
+        raise _broke_off("the answer has no choices")
+    choice = answer.choices[0]
+    if choice.finish_reason == "abort":
+        raise _aborted()
+    if choice.finish_reason is None:
+        raise _broke_off("the answer has no finish reason")
+    entries = choice.logprobs.content if choice.logprobs is not None else None
+    tokens = checked_tokens(
+        answer.prompt_token_ids,
+        choice.token_ids,
+        [entry.logprob for entry in entries or ()],
+        answer.usage,
+    )
+    return EngineReply(
+        prompt_ids=tokens.prompt_ids,
+        sampled_ids=tokens.sampled_ids,
+        logprobs=tokens.logprobs,
+        blocks=_blocks(choice.message),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        usage=_usage(answer.usage, tokens),
+        model=answer.model,
+        findings=tokens.findings,
+    )
+
+
+def _blocks(message: _Message) -> list[Block]:
+    blocks: list[Block] = []
+    if thought := message.reasoning or message.reasoning_content:
+        blocks.append(Reasoning(text=thought))
+    if message.content:
+        blocks.append(Text(text=message.content))
+    blocks += [
+        Call(
+            id=call.id or "",
+            name=call.function.name or "",
+            arguments=call.function.arguments or "",
+        )
+        for call in message.tool_calls or ()
+    ]
+    return blocks
+
+
+class Tokens(NamedTuple):
+    """Token data as far as it can be trusted; `findings` says what cannot."""
+
+    prompt_ids: Ids
+    sampled_ids: Ids
+    logprobs: Floats | None
+    findings: list[str]
+
+
+def checked_tokens(
+    prompt_ids: list[int] | None,
+    sampled_ids: list[int] | Ids | None,
+    logprobs: list[float | None],
+    usage: _Usage | None,
+) -> Tokens:
+    """Check what the engine reported against itself. Nothing is repaired or made up."""
+    findings: list[str] = []
+    if prompt_ids is None:
+        findings.append("prompt_ids_missing")
+    if sampled_ids is None:
+        findings.append("ids_missing")
+    elif usage is not None and len(sampled_ids) != usage.completion_tokens:
+        findings.append("ids_usage_mismatch")
+    prompt = array("i", prompt_ids or ())
+    sampled = array("i", sampled_ids or ())
+    values: Floats | None = None
+    if sampled and not logprobs:
+        findings.append("logprobs_missing")
+    elif len(logprobs) != len(sampled):
+        findings.append("logprobs_misaligned")
+    elif not all(value is not None and MISSING_LOGPROB < value <= 0.0 for value in logprobs):
+        findings.append("logprobs_invalid")
+    else:
+        values = array("f", [value for value in logprobs if value is not None])
+    return Tokens(prompt, sampled, values, findings)
+
+
+def _usage(usage: _Usage | None, tokens: Tokens) -> Usage:
+    if usage is None:
+        return Usage(
+            prompt_tokens=len(tokens.prompt_ids), completion_tokens=len(tokens.sampled_ids)
+        )
+    prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens or 0,
+        cached_tokens=(prompt.cached_tokens if prompt else None) or 0,
+        reasoning_tokens=(completion.reasoning_tokens if completion else None) or 0,
+    )
+
+
+_OVERFLOW = re.compile(r"maximum context length|longer than the maximum model length", re.I)
+
+
+def error_of(status: int | None, data: bytes) -> EngineError:
+    """What an error answer of vLLM means to a harness.
+
+    `status` is None for an error that came inside a stream; it then says its code itself.
+    """
+    said, code = _said(data)
+    status = status or code or 500
+    detail = data[:2048].decode("utf-8", "replace")
+    if status == 400 and _OVERFLOW.search(said):
+        return _Failed(
+            ErrorKind(status=400, code="context_overflow", message=said), infra=False, detail=detail
+        )
+    if status in (400, 413, 422):
+        return _Failed(
+            ErrorKind(status=400, code="invalid_request", message=said), infra=False, detail=detail
+        )
+    if status in (429, 503):
+        kind = ErrorKind(status=503, code="overloaded", message=f"the engine is busy: {said}")
+        return _Failed(kind, infra=True, detail=detail, again=True)
+    kind = ErrorKind(status=500, code="internal", message=f"the engine answered {status}: {said}")
+    return _Failed(kind, infra=True, detail=detail, again=status >= 500)
+
+
+def _said(data: bytes) -> tuple[str, int | None]:
+    """The message and code of an error body, which is an object, a string, or no JSON at all."""
+    try:
+        error = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return data[:300].decode("utf-8", "replace") or "nothing", None
+    if isinstance(error, dict):
+        error = error.get("error", error)
+    if not isinstance(error, dict):
+        return str(error), None
+    code = error.get("code")
+    return str(error.get("message", error)), code if isinstance(code, int) else None
+
+
+def _unreachable(error: Exception) -> EngineError:
+    said = str(error) or type(error).__name__
+    kind = ErrorKind(status=503, code="overloaded", message=f"the engine cannot be reached: {said}")
+    return _Failed(kind, infra=True, detail=said, again=True)
+
+
+def _broke_off(what: str) -> EngineError:
+    kind = ErrorKind(status=500, code="internal", message=f"the engine broke off: {what}")
+    return _Failed(kind, infra=True, again=True)
+
+
+def _aborted() -> EngineError:
+    kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
+    return _Failed(kind, infra=True, again=True)
+
+
+def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        kind = ErrorKind(
+            status=500, code="internal", message=f"the engine's answer cannot be read: {error}"
+        )
+        raise _Failed(
+            kind, infra=True, detail=data[:2048].decode("utf-8", "replace"), again=True
+        ) from error
