@@ -49,7 +49,7 @@ def load_adapters() -> tuple[dict[str, HarnessAdapter], list[str]]:
         try:
             plugin = entry.load()
             adapter = plugin() if isinstance(plugin, type) else plugin
-        except Exception as error:  # whatever its import raises is its own; it must not take us down
+        except Exception as error:  # a plug-in's import may raise anything; ours must live
             problems.append(f"{where} does not load: {type(error).__name__}: {error}")
             continue
         if wrong := _wrong(entry.name, adapter, adapters):

@@ -65,7 +65,9 @@ class ClaudeCode:
     def plan(self, agent: AgentSpec, context: LaunchContext) -> LaunchPlan:
         settings = msgspec.convert(agent.settings, ClaudeCodeSettings)
         if settings.bare and agent.skills_path:
-            raise ValueError("agent.settings.bare: a bare claude_code offers no skills to its model")
+            raise ValueError(
+                "agent.settings.bare: a bare claude_code offers no skills to its model"
+            )
         config_dir = f"{context.home_dir}/.claude"
         files: dict[str, str] = {}
         tools = settings.tools

@@ -74,19 +74,12 @@ class Codex:
         """By the last `turn.completed` or `turn.failed`; without either by the exit status."""
         end = events.last_event(stdout_tail, ("turn.completed", "turn.failed"))
         if end is None:
-            error = events.last_event(stdout_tail, ("error",)) or {}
-            return events.by_status(
-                self.name, return_code, stderr_tail, heard=_words(error.get("message"))
-            )
+            heard = _words(events.last_event(stdout_tail, ("error",)))
+            return events.by_status(self.name, return_code, stderr_tail, heard)
         if end["type"] == "turn.completed":
             return HarnessEnd(outcome="completed", return_code=return_code)
-        error = end.get("error")
-        said = _words(error.get("message")) if isinstance(error, dict) else ""
-        return HarnessEnd(
-            outcome="failed",
-            reason=events.quote("codex reported that its turn failed", said),
-            return_code=return_code,
-        )
+        reason = events.quote("codex reported that its turn failed", _words(end.get("error")))
+        return HarnessEnd(outcome="failed", reason=reason, return_code=return_code)
 
 
 def _config(
@@ -150,13 +143,13 @@ def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
     )
 
 
-def _words(message: object) -> str:
+def _words(error: object) -> str:
     """What an error event says; a refused request carries the endpoint's JSON answer as text."""
+    message = error.get("message") if isinstance(error, dict) else None
     if not isinstance(message, str):
         return ""
     try:
-        answer = json.loads(message)
-        return str(answer["error"]["message"])
+        return str(json.loads(message)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return message
 

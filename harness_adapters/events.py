@@ -43,7 +43,9 @@ def by_status(
     else:
         how = f"{harness} ended with status {return_code}"
     return HarnessEnd(
-        outcome="failed", reason=quote(how, heard or last_line(stderr_tail)), return_code=return_code
+        outcome="failed",
+        reason=quote(how, heard or last_line(stderr_tail)),
+        return_code=return_code,
     )
 
 
