@@ -18,7 +18,6 @@ else:  # array takes no parameters at run time before Python 3.12
     Floats = array
 
 
-
 class Completion(msgspec.Struct, kw_only=True, eq=False):
     """One captured model call: a node of the session's forest.
 
@@ -64,6 +63,8 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     """What was dropped or changed on the way to the engine."""
     findings: list[str] = []
     """Codes of what makes this completion less than trustworthy ("logprobs_missing", ...)."""
+    chain: dict[str, str] = {}
+    """Headers by which the harness tells its conversations apart (thread-id, ...)."""
 
     @property
     def prompt_length(self) -> int:
@@ -72,9 +73,17 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     @property
     def prompt_ids(self) -> Ids:
         """The whole prompt, int32; costs a walk up the parents and one copy."""
-        if self.parent is None or self.shared == 0:
-            return self.tail
-        return self.parent.context_ids[: self.shared] + self.tail
+        pieces = [self.tail]
+        node, wanted = self.parent, self.shared
+        while node is not None and wanted > 0:
+            if wanted > node.shared:
+                pieces.append((node.tail + node.sampled_ids)[: wanted - node.shared])
+                wanted = node.shared
+            node = node.parent
+        ids: Ids = array("i")
+        for piece in reversed(pieces):
+            ids += piece
+        return ids
 
     @property
     def context_ids(self) -> Ids:
@@ -84,9 +93,15 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The whole normalised message list of the request."""
-        if self.parent is None or self.messages_shared == 0:
-            return self.messages_tail
-        return [*self.parent.thread[: self.messages_shared], *self.messages_tail]
+        pieces = [self.messages_tail]
+        node, wanted = self.parent, self.messages_shared
+        while node is not None and wanted > 0:
+            if wanted > node.messages_shared:
+                own = [*node.messages_tail, node.response_message]
+                pieces.append(own[: wanted - node.messages_shared])
+                wanted = node.messages_shared
+            node = node.parent
+        return [message for piece in reversed(pieces) for message in piece]
 
     @property
     def thread(self) -> list[dict[str, Any]]:
@@ -106,6 +121,19 @@ class CompletionSession(msgspec.Struct, kw_only=True):
     """The engine's end-of-turn ids, when known."""
     findings: list[str] = []
     """Session-wide findings of the capture (a call that broke, a journal cut short)."""
+
+
+class Span(msgspec.Struct, kw_only=True):
+    """One run of sampled tokens in a trace: `response_ids[start : start + length]` is everything
+    that the named completion sampled. `metadata["spans"]` of a trace lists them, as plain dicts."""
+
+    start: int
+    length: int
+    completion_id: str
+    kind: str = "turn"
+    policy_version: str | None = None
+    sampling: dict[str, Any] = {}
+    finish_reason: str | None = None
 
 
 class Trace(msgspec.Struct, kw_only=True):

@@ -75,8 +75,9 @@ class Evaluator(Protocol):
     name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]]
     needs_workspace: ClassVar[bool]
-    seconds_needed: ClassVar[float]
-    """The budget it declares for POSTRUN when the task names none."""
+
+    seconds_needed: float
+    """The budget that it declares for POSTRUN, under its settings, when the task names none."""
 
     def __init__(self, config: Any) -> None: ...
 

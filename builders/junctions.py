@@ -1,0 +1,90 @@
+"""Where one turn of a merged chain ends and the next begins, told by token ids alone (paper §3.4.2).
+
+After the prompt of turn m the prompt of turn m+1 holds a canonical rendering of what m sampled,
+then what the harness added. A merged trace keeps the tokens that were sampled and, of the canonical
+tail, only what follows them: the interstitial.
+"""
+
+from bisect import bisect_left
+from typing import Literal, NamedTuple
+
+from builders.records import Completion, Ids
+
+MIN_AGREEING = 2
+"""How many completions must end alike before their last id is taken for the end of a turn."""
+
+Refusal = Literal["empty_tail", "no_end_of_turn", "inner_end_of_turn"]
+
+
+class Junction(NamedTuple):
+    interstitial: Ids
+    drift: int
+    """In how many positions the canonical rendering of the turn differs from what was sampled."""
+
+
+class EndOfTurn(NamedTuple):
+    ids: frozenset[int]
+    source: Literal["config", "engine", "detected", "unknown"]
+
+
+def junction(tail: Ids, sampled: Ids, ends: frozenset[int]) -> Junction | Refusal:
+    """Part the canonical `tail` (next prompt less this prompt) into this turn's body and the rest.
+
+    Where the tail begins with the sampled ids there is nothing to decide: what follows them is the
+    interstitial, and the merged context is exactly the sampled one. Otherwise the body ends at the
+    tail's first end-of-turn id, which stays in the interstitial unless it was sampled.
+    """
+    if not tail:
+        return "empty_tail"
+    if tail[: len(sampled)] == sampled:
+        return Junction(tail[len(sampled) :], 0)
+    body, last = sampled[:-1], sampled[-1]
+    if any(end in body for end in ends):
+        # The rendering may repeat the inner one or not: its first need not close the turn.
+        return "inner_end_of_turn"
+    at = min((tail.index(end) for end in ends if end in tail), default=None)
+    if at is None:
+        return "no_end_of_turn"
+    if tail[at] == last:
+        at += 1
+    return Junction(tail[at:], drift(tail[:at], sampled))
+
+
+def drift(canonical: Ids, sampled: Ids) -> int:
+    """How many positions differ: the longer of what is left without common beginning and end."""
+    if canonical == sampled:
+        return 0
+    start = _common(canonical, sampled)
+    canonical, sampled = canonical[start:], sampled[start:]
+    end = _common(canonical[::-1], sampled[::-1])
+    return max(len(canonical), len(sampled)) - end
+
+
+def end_of_turn(config: list[int], engine: list[int], completions: list[Completion]) -> EndOfTurn:
+    """The ids that end a turn: as configured, else as the engine says, else as the samples agree.
+
+    Samples count only where the model itself stopped, and agree only if at least MIN_AGREEING end
+    in the same id, none ends otherwise, and none holds it anywhere else.
+    """
+    if config:
+        return EndOfTurn(frozenset(config), "config")
+    if engine:
+        return EndOfTurn(frozenset(engine), "engine")
+    stopped = [
+        completion
+        for completion in completions
+        if completion.finish_reason in ("stop", "tool_calls")
+        and not isinstance(completion.stop_reason, str)
+    ]
+    last = {completion.sampled_ids[-1] for completion in stopped}
+    if len(stopped) >= MIN_AGREEING and len(last) == 1:
+        (end,) = last
+        if not any(end in completion.sampled_ids[:-1] for completion in completions):
+            return EndOfTurn(frozenset(last), "detected")
+    return EndOfTurn(frozenset(), "unknown")
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Length of the common beginning; by bisection, since comparing slices is fast."""
+    longest = min(len(a), len(b))
+    return bisect_left(range(1, longest + 1), True, key=lambda length: a[:length] != b[:length])

@@ -1,0 +1,109 @@
+"""Run a test command in the workspace and compare the statuses it prints with the expected ones.
+
+What is graded is text that a process in the workspace wrote. In the agent's own runtime the agent
+may have replaced the tests, the runner or the shell, and can forge every line of it; asking for a
+fresh runtime (`refresh_runtime`) is the answer where that matters.
+"""
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from evaluators.base import Evaluation, EvaluationContext, ExecResult
+from evaluators.test_status import Parser, Status, canonical_name, parse
+
+TIMED_OUT = -1
+NOT_RUN = (126, 127)
+"""The shell's exit statuses for a command that could not be executed or was not found."""
+
+MARGIN_SECONDS = 30.0
+"""For writing and reading beside the command's own time."""
+
+
+class TestOnOutputConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    test_command: str
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    timeout_seconds: float = 600.0
+    expected: dict[str, Status]
+    """Test name -> status."""
+    match: Literal["subset", "exact"] = "subset"
+    """"subset": every expected test has its status; "exact": and there is no other test."""
+    parser: Parser = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.test_command.strip():
+            raise ValueError("test_command must not be empty")
+        if not self.expected:
+            raise ValueError("expected must name at least one test")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ValueError("timeout_seconds must be positive and finite")
+
+
+class TestOnOutput:
+    """1.0 when the statuses match, 0.0 when they do not or the tests ran past their time."""
+
+    __test__ = False  # not a test case of ours, whatever pytest makes of the name
+
+    name: ClassVar[str] = "test_on_output"
+    needs_workspace: ClassVar[bool] = True
+    Config: ClassVar[type[msgspec.Struct]] = TestOnOutputConfig
+
+    def __init__(self, config: TestOnOutputConfig) -> None:
+        self.config = config
+        self.seconds_needed = config.timeout_seconds + MARGIN_SECONDS
+
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Raises RuntimeError when the tests could not be run at all, TimeoutError when the session
+        left them less than their own time and that ran out."""
+        config = self.config
+        if context.workspace is None:
+            raise RuntimeError(f"session {context.session_id} has no runtime left to run tests in")
+        timeout = min(config.timeout_seconds, context.seconds_left)
+        result = await context.workspace.exec(
+            config.test_command, cwd=config.cwd, env={**context.env, **config.env}, timeout=timeout
+        )
+        output = f"{result.stdout}\n{result.stderr}"
+        context.artifacts_dir.mkdir(parents=True, exist_ok=True)
+        (context.artifacts_dir / "test_output.txt").write_text(output, "utf-8", errors="replace")
+        if result.return_code == TIMED_OUT and timeout < config.timeout_seconds:
+            raise TimeoutError(
+                f"the tests of session {context.session_id} had {timeout:g} s left of their "
+                f"{config.timeout_seconds:g} s and did not finish"
+            )
+        return grade(config, result, output)
+
+
+def grade(config: TestOnOutputConfig, result: ExecResult, output: str) -> Evaluation:
+    """The evaluation of a finished (or timed out) test run. Raises RuntimeError if none took place."""
+    statuses = parse(output, config.parser)
+    if result.return_code in NOT_RUN and not statuses:
+        raise RuntimeError(
+            f"the test command could not be run (exit status {result.return_code}): {output.strip()[-500:]}"
+        )
+    expected = {canonical_name(name): status for name, status in config.expected.items()}
+    mismatches = {
+        name: {"expected": status, "found": statuses.get(name)}
+        for name, status in expected.items()
+        if statuses.get(name) != status
+    }
+    if config.match == "exact":
+        mismatches |= {
+            name: {"expected": None, "found": status}
+            for name, status in statuses.items()
+            if name not in expected
+        }
+    timed_out = result.return_code == TIMED_OUT
+    found = list(statuses.values())
+    return Evaluation(
+        outcome_reward=0.0 if mismatches or timed_out else 1.0,
+        report={
+            "counts": {
+                status: found.count(status) for status in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+            },
+            "mismatches": mismatches,
+            "exit_code": result.return_code,
+            "timed_out": timed_out,
+            "output": "test_output.txt",
+        },
+    )
