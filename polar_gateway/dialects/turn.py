@@ -4,7 +4,8 @@ No dialect knows another. Each translates its own requests into a `ModelRequest`
 (whole) or a sequence of `TurnEvent`s (streamed) back.
 """
 
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -151,10 +152,28 @@ class Streamer(Protocol):
         ...
 
 
+RouteKind = Literal["call", "count_tokens", "models", "probe", "websocket"]
+"""A model call, or an auxiliary request: how many tokens a request has, which models there are, a
+sign of life, an upgrade that is answered with 426 so that the harness uses HTTP."""
+
+
+class Match(NamedTuple):
+    """What a dialect recognises a request as."""
+
+    kind: RouteKind
+    fields: dict[str, Any] = {}
+    """Body fields that this dialect carries in its URL; the body is updated with them before it is
+    normalised."""
+
+
 class Dialect(Protocol):
     """One provider's wire format, pure. Implemented by the modules of this package."""
 
     name: str
+
+    def match(self, method: str, path: str, headers: Mapping[str, str]) -> Match | None:
+        """Whether the request is in this dialect. Header names are lower-case."""
+        ...
 
     def normalise(self, body: dict[str, Any]) -> ModelRequest:
         """Raises UnsupportedRequestError."""
@@ -164,4 +183,16 @@ class Dialect(Protocol):
 
     def streamer(self, request: ModelRequest, completion_id: str, created: int) -> Streamer: ...
 
+    def error_status(self, error: ErrorKind) -> int:
+        """The HTTP status that this provider uses for the error."""
+        ...
+
     def error_body(self, error: ErrorKind) -> bytes: ...
+
+    def models_body(self, models: list[str]) -> bytes:
+        """The answer to a `models` request."""
+        ...
+
+    def count_body(self, tokens: int) -> bytes:
+        """The answer to a `count_tokens` request."""
+        ...

@@ -1,0 +1,239 @@
+"""What the dialects share when they read a request: fields, content, and the folding of roles.
+
+The message list that comes out must grow at its end only when the harness's own history does,
+because a prompt whose earlier part changes cannot be merged with the record of the turn before it.
+Every rule here looks backwards: a message never depends on what follows it, except that texts may
+still be appended to the last one.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from polar_gateway.dialects.turn import Block, Call, Reasoning, Text, UnsupportedRequestError
+
+Treatment = Literal["translated", "answered", "ignored", "noted"]
+"""What becomes of a field: part of the request to the engine; part of the answer; dropped, because
+it cannot change what is sampled; dropped, and noted on the completion, because it might."""
+
+compact_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Tool arguments that arrive as an object, in the one spelling that they get here. The standard
+encoder, because it takes integers of any size."""
+
+
+def screen(
+    body: dict[str, Any],
+    fields: Mapping[str, Treatment],
+    refused: Mapping[str, str],
+    notes: list[str],
+) -> None:
+    """Note what is dropped and refuse what cannot be honoured; unknown fields are noted.
+
+    Raises UnsupportedRequestError for a field of `refused` that is set to something.
+    """
+    for field, value in body.items():
+        if value is None or fields.get(field, "noted") != "noted":
+            continue
+        if field in refused:
+            if value not in (False, "", [], {}):
+                raise UnsupportedRequestError(field, refused[field])
+            continue
+        note(notes, f"{field} ignored")
+
+
+def note(notes: list[str], text: str) -> None:
+    if text not in notes:
+        notes.append(text)
+
+
+def model_name(body: dict[str, Any]) -> str:
+    """Raises UnsupportedRequestError when the body names no model."""
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise UnsupportedRequestError("model", "must be a string")
+    return model
+
+
+def objects(value: Any, field: str) -> list[dict[str, Any]]:
+    """`value` as a list of JSON objects; raises UnsupportedRequestError naming the field."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise UnsupportedRequestError(field, "must be a list of objects")
+    return value
+
+
+def string(value: Any, field: str) -> str:
+    """`value` as a string, None as the empty one; raises UnsupportedRequestError otherwise."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UnsupportedRequestError(field, "must be a string")
+    return value
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str, detail: Any = None) -> dict[str, Any]:
+    """An image by http or data URL. `detail` keeps only the values that every engine knows."""
+    image: dict[str, Any] = {"url": url}
+    if detail in ("auto", "low", "high"):
+        image["detail"] = detail
+    return {"type": "image_url", "image_url": image}
+
+
+def fold_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content of user, system and tool messages: texts in a row are joined by a line break, and
+    what is text only becomes a string, so that a harness that sends the same text now as a string
+    and now as a list of blocks sends the same message. (Engines join text parts alike.)
+    """
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return str(parts[0]["text"])
+    folded: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and folded and folded[-1]["type"] == "text":
+            folded[-1] = text_part(f"{folded[-1]['text']}\n{part['text']}")
+        else:
+            folded.append(part)
+    if not folded:
+        return ""
+    if len(folded) == 1 and folded[0]["type"] == "text":
+        return str(folded[0]["text"])
+    return folded
+
+
+def with_suffix(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    """The content with a paragraph after it; never changes `content` in place."""
+    if isinstance(content, str):
+        return f"{content}\n\n{text}" if content else text
+    if content and content[-1]["type"] == "text":
+        return [*content[:-1], text_part(f"{content[-1]['text']}\n\n{text}")]
+    return [*content, text_part(text)]
+
+
+def with_prefix(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content with a paragraph before it; never changes `content` in place."""
+    if isinstance(content, str):
+        return f"{text}\n\n{content}" if content else text
+    if content and content[0]["type"] == "text":
+        return [text_part(f"{text}\n\n{content[0]['text']}"), *content[1:]]
+    return [text_part(text), *content]
+
+
+def is_reminder(text: str) -> bool:
+    stripped = text.strip()
+    return stripped.startswith("<system-reminder>") and stripped.endswith("</system-reminder>")
+
+
+def as_reminder(text: str) -> str:
+    return text.strip() if is_reminder(text) else f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tool(name: str, description: str, parameters: Any) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = (
+        parameters if parameters is not None else {"type": "object", "properties": {}}
+    )
+    return {"type": "function", "function": function}
+
+
+def assistant_message(text: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one form of an assistant message: content always a string, absent parts left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def message_of(blocks: list[Block]) -> dict[str, Any]:
+    """The assistant message that a turn becomes when a harness sends it back."""
+    return assistant_message(
+        "".join(block.text for block in blocks if isinstance(block, Text)),
+        "".join(block.text for block in blocks if isinstance(block, Reasoning)),
+        [tool_call(b.id, b.name, b.arguments) for b in blocks if isinstance(b, Call)],
+    )
+
+
+class Conversation:
+    """Builds the engine's message list from a harness's, in order.
+
+    - The leading run of system texts becomes one system message, joined by blank lines.
+    - A later one becomes a `<system-reminder>` behind the user or tool message before it. Behind an
+      assistant message there is no place for it, so it opens the next user or tool message, or,
+      when the assistant speaks next or nothing follows, is a user message of its own.
+    - A tool result without a call (a harness dropped the call when it compacted) becomes user text:
+      templates refuse it or attach it to the wrong call.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._head: list[str] = []
+        self._messages: list[dict[str, Any]] = []
+        self._reminders: list[str] = []
+        self._unanswered: dict[str, None] = {}
+
+    def system(self, text: str) -> None:
+        if not text.strip():
+            return
+        if not self._messages:
+            self._head.append(text)
+        elif self._messages[-1]["role"] == "assistant":
+            self._reminders.append(as_reminder(text))
+        else:
+            self.remind(text)
+
+    def remind(self, text: str) -> None:
+        """Put a reminder behind the last message, which must be a user's or a tool's."""
+        last = self._messages[-1]
+        last["content"] = with_suffix(last["content"], as_reminder(text))
+
+    def user(self, content: str | list[dict[str, Any]]) -> None:
+        self._messages.append({"role": "user", "content": self._reminded(content)})
+
+    def tool(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
+        """The result of a call; one without an id belongs to the first call without a result."""
+        if not call_id and self._unanswered:
+            call_id = next(iter(self._unanswered))
+        if call_id not in self._unanswered:
+            note(self.notes, "tool result without its call sent as user text")
+            self.user(with_prefix(f"[result of tool call {call_id}]", content))
+            return
+        del self._unanswered[call_id]
+        self._messages.append(
+            {"role": "tool", "tool_call_id": call_id, "content": self._reminded(content)}
+        )
+
+    def assistant(self, text: str, reasoning: str, calls: list[dict[str, Any]]) -> None:
+        self._flush()
+        self._messages.append(assistant_message(text, reasoning, calls))
+        for call in calls:
+            self._unanswered[call["id"]] = None
+
+    @property
+    def ends_with_assistant(self) -> bool:
+        return not self._reminders and bool(self._messages) and self._messages[-1]["role"] == "assistant"
+
+    def finish(self) -> list[dict[str, Any]]:
+        self._flush()
+        if not self._head:
+            return self._messages
+        return [{"role": "system", "content": "\n\n".join(self._head)}, *self._messages]
+
+    def _reminded(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not self._reminders:
+            return content
+        prefix = "\n\n".join(self._reminders)
+        self._reminders.clear()
+        return with_prefix(prefix, content)
+
+    def _flush(self) -> None:
+        if self._reminders:
+            self.user("")

@@ -1,0 +1,38 @@
+"""What OpenAI's two APIs share: errors and the list of models."""
+
+from typing import Any
+
+from polar_gateway.dialects.sse import json_bytes
+from polar_gateway.dialects.turn import ErrorKind
+
+_ERRORS: dict[str, tuple[str, str | None]] = {
+    "invalid_request": ("invalid_request_error", None),
+    "authentication": ("invalid_request_error", "invalid_api_key"),
+    "not_found": ("invalid_request_error", "not_found"),
+    "too_large": ("invalid_request_error", "request_too_large"),
+    "context_overflow": ("invalid_request_error", "context_length_exceeded"),
+    "rate_limit": ("rate_limit_error", "rate_limit_exceeded"),
+    "overloaded": ("server_error", "server_is_overloaded"),
+    "session_closed": ("invalid_request_error", "session_closed"),
+    "internal": ("server_error", None),
+}
+"""Type and code by which these APIs' clients tell errors apart."""
+
+
+def error_code(error: ErrorKind) -> str | None:
+    return _ERRORS[error.code][1]
+
+
+def error_status(error: ErrorKind) -> int:
+    return error.status
+
+
+def error_body(error: ErrorKind) -> bytes:
+    kind, code = _ERRORS[error.code]
+    payload: dict[str, Any] = {"message": error.message, "type": kind, "param": None, "code": code}
+    return json_bytes({"error": payload})
+
+
+def models_body(models: list[str]) -> bytes:
+    entries = [{"id": model, "object": "model", "created": 0, "owned_by": "polar"} for model in models]
+    return json_bytes({"object": "list", "data": entries})
