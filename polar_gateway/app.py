@@ -25,8 +25,16 @@ class NodeAddress(msgspec.Struct, kw_only=True, frozen=True):
     engine: str
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the process's entry point, which may run more than this."""
+class ControlServer(uvicorn.Server):
+    """Says when it listens; leaves signals to the process's entry point, which may run more."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = anyio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,7 +66,7 @@ async def serve(
     ) as (node, report):
         listening = _listen(config)
         public_url = config.public_url or _url(config.host, listening.getsockname()[1])
-        server = _Server(
+        server = ControlServer(
             uvicorn.Config(
                 control_app(node, token),
                 log_config=None,
@@ -70,8 +78,7 @@ async def serve(
         async with anyio.create_task_group() as group:
             group.start_soon(server.serve, [listening])
             try:
-                while not server.started:
-                    await anyio.sleep(0.01)
+                await server.listening.wait()
                 report(public_url)
                 if started is not None:
                     started(_address(node, public_url))

@@ -375,7 +375,6 @@ async def open_node(
     Yields the node and a function that starts its reports to the server, to be called with the
     control listener's public URL once that is known. Raises NodeStartError.
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
     engine = open_engine(config.inference, model=config.model_served)
     sessions = Sessions()
     outbox = Outbox(data_dir / "outbox")
@@ -440,8 +439,7 @@ async def open_node(
                     with anyio.CancelScope(shield=True):
                         await node.close()
             with anyio.move_on_after(5.0, shield=True):
-                while not outbox.empty:
-                    await anyio.sleep(0.05)
+                await outbox.drained()
             loops.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):

@@ -19,7 +19,7 @@ import msgspec
 
 import evaluators
 from builders.records import CompletionSession, Trajectory
-from evaluators.base import Evaluation
+from evaluators.base import Evaluation, EvaluatorSpec
 from harness_adapters.base import HarnessAdapter, LaunchPlan
 from polar_gateway import lifecycle, stages
 from polar_gateway.config import NodeConfig
@@ -74,6 +74,13 @@ class NodeParts(msgspec.Struct, kw_only=True):
     """Takes the result over; when it returns, the result survives a crash of the node."""
 
 
+class Place(msgspec.Struct, kw_only=True, frozen=True):
+    """An open runtime and the session's folders in it."""
+
+    runtime: Runtime
+    where: stages.Paths
+
+
 class SessionRun:
     """One attempt of one session on this node. `folder` is its own, and kept."""
 
@@ -93,8 +100,7 @@ class SessionRun:
         self._stopped_by: Failure | None = None
         self._live_scope = anyio.CancelScope()
         self._grading_scope = anyio.CancelScope()
-        self._runtime: Runtime | None = None
-        self._where: stages.Paths | None = None
+        self._agent_place: Place | None = None
         self._plan: LaunchPlan | None = None
         self._harness_run: stages.HarnessRun | None = None
         self._accepted = time.monotonic()
@@ -116,8 +122,8 @@ class SessionRun:
 
     async def run(self) -> None:
         """The whole session; its ending is data, never an exception."""
-        async with AsyncExitStack() as place:
-            failure = await self._until_harness_end(place)
+        async with AsyncExitStack() as teardown:
+            failure = await self._until_harness_end(teardown)
             self.session.seal()
             await self._stop_harness()
             failure = self._stopped_by or failure or self._failure_of_the_run()
@@ -125,7 +131,7 @@ class SessionRun:
             self.session.deadline_at = None
             async with self._node.slots.postrun:
                 started = time.monotonic()
-                result = await self._postrun(place, failure)
+                result = await self._postrun(teardown, failure)
                 result.timing.postrun = stages.now_ms(started)
         result.timing.e2e = stages.now_ms(self._accepted)
         with anyio.CancelScope(shield=True):
@@ -144,7 +150,7 @@ class SessionRun:
 
     # INIT, READY, RUNNING
 
-    async def _until_harness_end(self, place: AsyncExitStack) -> Failure | None:
+    async def _until_harness_end(self, teardown: AsyncExitStack) -> Failure | None:
         slots, session = self._node.slots, self.session
         try:
             with self._live_scope:
@@ -154,7 +160,7 @@ class SessionRun:
                         session.timing.register_to_init_queue = stages.now_ms(self._accepted)
                         session.advance(Stage.INIT)
                         started = time.monotonic()
-                        await self._init(place)
+                        place, plan = await self._init(teardown)
                         session.timing.init = stages.now_ms(started)
                     session.advance(Stage.READY)
                     session.deadline_at = None
@@ -164,42 +170,48 @@ class SessionRun:
                         session.timing.ready_queue = stages.now_ms(started)
                         session.advance(Stage.RUNNING)
                         started = time.monotonic()
-                        await self._running()
+                        await self._running(place, plan)
                         session.timing.run = stages.now_ms(started)
         except BoundaryError as error:
             return error.failure
         return None
 
-    async def _init(self, place: AsyncExitStack) -> None:
+    async def _init(self, teardown: AsyncExitStack) -> tuple[Place, LaunchPlan]:
         seconds = self.dispatch.init_timeout_seconds
         self.session.deadline_at = time.time() + seconds
         try:
             with anyio.fail_after(seconds):
-                runtime, where = await self._open_runtime(place, self._spec, purpose="agent")
-                self._runtime, self._where = runtime, where
-                env = stages.session_env(
-                    self.dispatch, self._spec, where, runtime.model_url, self.session.key
-                )
-                await stages.make_folders(runtime, where)
+                place = await self._open_runtime(teardown, purpose="agent")
+                self._agent_place = place
+                await stages.make_folders(place.runtime, place.where)
                 await stages.prepare(
-                    runtime, self._spec.prepare, where, env, self._node.config.upload_roots
+                    place.runtime,
+                    self._spec.prepare,
+                    place.where,
+                    self._agent_env(place),
+                    self._node.config.upload_roots,
                 )
-                self._plan = stages.launch_plan(
+                plan = self._plan = stages.launch_plan(
                     self._adapter,
                     self.dispatch,
-                    runtime,
-                    where,
+                    place.runtime,
+                    place.where,
                     key=self.session.key,
                     model_name=self._node.probe.model,
                     context_length=self._node.probe.max_model_len,
                 )
-                await stages.write_plan(runtime, self._plan, self.dispatch.instruction, where)
+                await stages.write_plan(place.runtime, plan, self.dispatch.instruction, place.where)
         except TimeoutError as error:
             raise BoundaryError("runtime", f"INIT took longer than {seconds:g} s") from error
+        return place, plan
 
-    async def _open_runtime(
-        self, place: AsyncExitStack, spec: RuntimeSpec, *, purpose: str
-    ) -> tuple[Runtime, stages.Paths]:
+    def _agent_env(self, place: Place) -> dict[str, str]:
+        return stages.session_env(
+            self.dispatch, self._spec, place.where, place.runtime.model_url, self.session.key
+        )
+
+    async def _open_runtime(self, teardown: AsyncExitStack, *, purpose: str) -> Place:
+        spec = self._spec
         backend = self._node.runtimes.get(spec.backend)
         if backend is None:
             offered = ", ".join(sorted(self._node.runtimes)) or "none"
@@ -209,7 +221,7 @@ class SessionRun:
             )
         scratch = self._folder / f"runtime-{purpose}"
         scratch.mkdir()
-        place.callback(shutil.rmtree, scratch, ignore_errors=True)
+        teardown.callback(shutil.rmtree, scratch, ignore_errors=True)
         serves_model = purpose == "agent"
         runtime = backend(
             RuntimeRequest(
@@ -225,7 +237,7 @@ class SessionRun:
                 purpose=purpose,
             )
         )
-        place.push_async_callback(self._stop_runtime, runtime)
+        teardown.push_async_callback(self._stop_runtime, runtime)
         with boundary("runtime", f"the runtime {spec.backend} did not start"):
             await runtime.start()
         self._findings += [Finding(code="runtime", level="note", message=n) for n in runtime.notes]
@@ -233,7 +245,7 @@ class SessionRun:
             self._findings.append(
                 Finding(code="unisolated", message=f"the runtime {spec.backend} isolates nothing")
             )
-        return runtime, stages.paths(runtime, spec)
+        return Place(runtime=runtime, where=stages.paths(runtime, spec))
 
     def _mounts(self) -> tuple[PackMount, ...]:
         name = self._adapter.pack
@@ -248,23 +260,19 @@ class SessionRun:
             )
         return (PackMount(source=self._node.packs[name], target=f"{stages.PACKS_DIR}/{name}"),)
 
-    async def _running(self) -> None:
-        runtime, where, plan = self._runtime, self._where, self._plan
-        assert runtime is not None and where is not None and plan is not None, "INIT sets them"
+    async def _running(self, place: Place, plan: LaunchPlan) -> None:
         seconds = self.dispatch.remaining_timeout_seconds
         lower = agent_timeout(self.dispatch.metadata)
         if lower is not None:
             seconds = min(seconds, lower)
         self.session.deadline_at = time.time() + seconds
         self._harness_run = await stages.run_harness(
-            runtime,
+            place.runtime,
             self._adapter,
             plan,
             self.dispatch.instruction,
-            where,
-            stages.session_env(
-                self.dispatch, self._spec, where, runtime.model_url, self.session.key
-            ),
+            place.where,
+            self._agent_env(place),
             timeout=seconds,
             artifacts_dir=self._artifacts,
         )
@@ -273,11 +281,11 @@ class SessionRun:
 
     async def _stop_harness(self) -> None:
         """Nothing of the agent may run while its work is built and graded."""
-        if self._runtime is None:
+        if self._agent_place is None:
             return
         with anyio.move_on_after(KILL_SECONDS, shield=True) as scope:
             try:
-                await self._runtime.cancel()
+                await self._agent_place.runtime.cancel()
             except Exception as error:
                 logger.exception("session %s: processes were not stopped", self.session.session_id)
                 self._findings.append(
@@ -315,11 +323,13 @@ class SessionRun:
         return Failure(
             boundary="harness",
             message=f"{self._adapter.name} failed: {run.end.reason or 'no reason given'}",
-            detail=run.stderr_tail or run.stdout_tail,
+            detail=(run.stderr_tail or run.stdout_tail)[-8192:].replace(
+                self.session.key, "[session key]"
+            ),
         )
 
-    async def _postrun(self, place: AsyncExitStack, failure: Failure | None) -> SessionResult:
-        """Build always, grade where that means something; failures join what went before."""
+    async def _postrun(self, teardown: AsyncExitStack, failure: Failure | None) -> SessionResult:
+        """Build always, grade where that means something; what fails here joins what went before."""
         session = self.session
         budget = stages.postrun_seconds(self.dispatch)
         session.deadline_at = time.time() + budget
@@ -331,52 +341,72 @@ class SessionRun:
         try:
             trajectory = await anyio.to_thread.run_sync(stages.build, self.dispatch, completions)
             session.timing.build = stages.now_ms(started)
-            if self._runtime is not None and self._plan is not None:
-                await self._keep_native_logs(self._runtime, self._plan)
+            await self._keep_native_logs()
             session.advance(Stage.EVALUATING)
             started = time.monotonic()
-            if self._may_be_graded(failure):
-                self._grading_scope.deadline = anyio.current_time() + budget
-                with self._grading_scope:
-                    evaluation = await self._grade(place, trajectory, failure)
-                if self._grading_scope.cancelled_caught and not self._grading_was_stopped():
-                    raise BoundaryError(
-                        "evaluator", f"grading took longer than {budget:g} s", infra=True
-                    )
-                trajectory = stages.reward(self.dispatch, trajectory, evaluation)
-                session.timing.eval = stages.now_ms(started)
+            evaluation = await self._evaluate(teardown, trajectory, failure, budget)
+            trajectory = stages.reward(self.dispatch, trajectory, evaluation)
+            session.timing.eval = stages.now_ms(started)
         except BoundaryError as error:
             failure = failure or error.failure
         return self._result(completions, trajectory, evaluation, self._stopped_by or failure)
 
-    async def _keep_native_logs(self, runtime: Runtime, plan: LaunchPlan) -> None:
+    async def _keep_native_logs(self) -> None:
+        if self._agent_place is None or self._plan is None:
+            return
         with anyio.move_on_after(KILL_SECONDS, shield=True):
-            for note in await stages.keep_native_logs(runtime, plan, self._artifacts):
+            for note in await stages.keep_native_logs(
+                self._agent_place.runtime, self._plan, self._artifacts
+            ):
                 self._findings.append(Finding(code="native_log_lost", level="note", message=note))
 
-    def _grading_was_stopped(self) -> bool:
-        return self.cancelled or self._stopped_by is not None
-
-    def _may_be_graded(self, failure: Failure | None) -> bool:
-        """An agent that failed or ran out of time is graded; a broken infrastructure is not."""
-        if (
-            self._grading_was_stopped()
-            or self._harness_run is None
-            or self.dispatch.evaluator is None
-        ):
-            return False
-        return failure is None or not failure.infra
-
-    async def _grade(
-        self, place: AsyncExitStack, trajectory: Trajectory, failure: Failure | None
+    async def _evaluate(
+        self,
+        teardown: AsyncExitStack,
+        trajectory: Trajectory,
+        failure: Failure | None,
+        budget: float,
     ) -> Evaluation:
-        spec = self.dispatch.evaluator
-        assert spec is not None and self._runtime is not None and self._where is not None
-        needs_workspace = evaluators.EVALUATORS[spec.strategy].needs_workspace
-        runtime, where = self._runtime, self._where
-        if needs_workspace and spec.refresh_runtime:
-            runtime, where = await self._fresh_runtime(place)
-        elif needs_workspace:
+        """Grade an agent that ended, failed or ran out of time; not one whose infrastructure broke."""
+        ungraded = Evaluation(validity="ungraded")
+        spec, place, run = self.dispatch.evaluator, self._agent_place, self._harness_run
+        stopped = self.cancelled or self._stopped_by is not None
+        if spec is None or place is None or run is None or stopped:
+            return ungraded
+        if failure is not None and failure.infra:
+            return ungraded
+        evaluation = ungraded
+        deadline = self._grading_scope.deadline = anyio.current_time() + budget
+        with self._grading_scope:
+            if evaluators.make(spec).needs_workspace:
+                place = await self._grading_place(teardown, spec, place)
+            evaluation = await stages.evaluate(
+                self.dispatch,
+                trajectory,
+                place.runtime,
+                place.where,
+                stages.grading_env(self.dispatch, self._spec, place.where),
+                run,
+                seconds_left=deadline - anyio.current_time(),
+                artifacts_dir=self._artifacts,
+            )
+        if self._grading_scope.cancelled_caught and anyio.current_time() >= deadline:
+            raise BoundaryError("evaluator", f"grading took longer than {budget:g} s", infra=True)
+        if failure is not None and stages.positive(evaluation):
+            self._findings.append(
+                Finding(
+                    code="reward_withheld",
+                    message="a session that failed is not rewarded; what the evaluator gave is in its report",
+                )
+            )
+            evaluation = stages.withheld(evaluation)
+        return evaluation
+
+    async def _grading_place(
+        self, teardown: AsyncExitStack, spec: EvaluatorSpec, agent: Place
+    ) -> Place:
+        """The agent's own runtime, or one that it never touched with its workdir moved there."""
+        if not spec.refresh_runtime:
             self._findings.append(
                 Finding(
                     code="graded_in_agent_runtime",
@@ -384,40 +414,18 @@ class SessionRun:
                     message="the agent's own runtime was graded",
                 )
             )
-        evaluation = await stages.evaluate(
-            self.dispatch,
-            trajectory,
-            runtime,
-            where,
-            stages.grading_env(self.dispatch, self._spec, where),
-            self._harness_run,
-            seconds_left=self._grading_scope.deadline - anyio.current_time(),
-            artifacts_dir=self._artifacts,
-        )
-        if failure is not None and stages.positive(evaluation):
-            self._findings.append(
-                Finding(
-                    code="reward_withheld",
-                    message="a session that failed is not rewarded; the evaluator's own reward is in the report",
-                )
-            )
-            evaluation = stages.withheld(evaluation)
-        return evaluation
-
-    async def _fresh_runtime(self, place: AsyncExitStack) -> tuple[Runtime, stages.Paths]:
-        """A runtime that the agent never touched, prepared anew, with the agent's workdir in it."""
-        assert self._runtime is not None and self._where is not None
-        runtime, where = await self._open_runtime(place, self._spec, purpose="eval")
-        await stages.make_folders(runtime, where)
+            return agent
+        fresh = await self._open_runtime(teardown, purpose="eval")
+        await stages.make_folders(fresh.runtime, fresh.where)
         actions = self._spec.prepare if self._spec.eval_prepare is None else self._spec.eval_prepare
-        env = stages.grading_env(self.dispatch, self._spec, where)
-        await stages.prepare(runtime, actions, where, env, self._node.config.upload_roots)
-        copy = self._folder / "workdir"
-        with boundary("evaluator", "the agent's workdir could not be moved to the fresh runtime"):
-            await self._runtime.download(self._where.workdir, copy)
-            await runtime.upload(copy, where.workdir)
-        await anyio.to_thread.run_sync(lambda: shutil.rmtree(copy, ignore_errors=True))
-        return runtime, where
+        env = stages.grading_env(self.dispatch, self._spec, fresh.where)
+        await stages.prepare(
+            fresh.runtime, actions, fresh.where, env, self._node.config.upload_roots
+        )
+        await stages.move_workdir(
+            agent.runtime, agent.where, fresh.runtime, fresh.where, self._folder
+        )
+        return fresh
 
     # The ending
 

@@ -44,6 +44,7 @@ class Outbox:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._wake = anyio.Event()
+        self._delivered = anyio.Event()
 
     async def put(self, dispatch: SessionDispatchRequest, result: SessionResult) -> None:
         """Returns when the result survives a crash of this process and of the machine."""
@@ -75,6 +76,8 @@ class Outbox:
             for path in waiting:
                 if await self._deliver(client, path):
                     path.unlink()
+                    self._delivered.set()
+                    self._delivered = anyio.Event()
                     tries.pop(path.name, None)
                 else:
                     tries[path.name] = tries.get(path.name, 0) + 1
@@ -104,9 +107,10 @@ class Outbox:
         )
         return False
 
-    @property
-    def empty(self) -> bool:
-        return next(self._folder.glob("*.json"), None) is None
+    async def drained(self) -> None:
+        """Wait until nothing is left to deliver."""
+        while next(self._folder.glob("*.json"), None) is not None:
+            await self._delivered.wait()
 
 
 async def keep_registered(

@@ -4,7 +4,9 @@ Every function does one stage for one session and raises BoundaryError when its 
 the order, the slots and the endings are the pipeline's.
 """
 
+import functools
 import math
+import shutil
 import time
 from collections import deque
 from pathlib import Path
@@ -41,27 +43,27 @@ LOG_LIMIT = 64 * 1024 * 1024
 
 
 class OutputLog:
-    """Writes a stream to a file up to LOG_LIMIT and remembers its tail."""
+    """Writes the head of a stream to a file and remembers its tail, each up to a limit in bytes."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, limit: int = LOG_LIMIT, tail: int = OUTPUT_TAIL) -> None:
         self._file = file
-        self._written = 0
-        self._tail: deque[bytes] = deque()
-        self._tail_size = 0
+        self._room = limit
+        self._tail_limit = tail
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
 
     def write(self, chunk: bytes) -> None:
-        room = LOG_LIMIT - self._written
-        if room > 0:
-            self._file.write(chunk[:room])
-            self._written += min(room, len(chunk))
-        self._tail.append(chunk)
-        self._tail_size += len(chunk)
-        while self._tail_size - len(self._tail[0]) >= OUTPUT_TAIL:
-            self._tail_size -= len(self._tail.popleft())
+        if self._room > 0:
+            self._file.write(chunk[: self._room])
+            self._room -= min(self._room, len(chunk))
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size - len(self._chunks[0]) >= self._tail_limit:
+            self._size -= len(self._chunks.popleft())
 
     @property
     def tail(self) -> bytes:
-        return b"".join(self._tail)[-OUTPUT_TAIL:]
+        return b"".join(self._chunks)[-self._tail_limit :]
 
 
 class Paths(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +290,22 @@ async def keep_native_logs(runtime: Runtime, plan: LaunchPlan, artifacts_dir: Pa
             # The run is over: a lost log must not cost its tokens.
             notes.append(f"native log {source} was not kept: {error}")
     return notes
+
+
+async def move_workdir(
+    agent: Runtime, agent_where: Paths, fresh: Runtime, fresh_where: Paths, scratch: Path
+) -> None:
+    """Lay the agent's workdir over the fresh runtime's; what the agent deleted is deleted there."""
+    copy = scratch / "workdir"
+    with boundary("evaluator", "the agent's workdir could not be moved to the fresh runtime"):
+        await agent.download(agent_where.workdir, copy)
+        cleared = await fresh.exec(
+            f"find {_quoted(fresh_where.workdir)} -mindepth 1 -delete", cwd="/", timeout=300
+        )
+        if cleared.return_code != 0:
+            raise OSError(f"the fresh workdir could not be cleared: {cleared.stderr}")
+        await fresh.upload(copy, fresh_where.workdir)
+    await anyio.to_thread.run_sync(functools.partial(shutil.rmtree, copy, ignore_errors=True))
 
 
 def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Trajectory:

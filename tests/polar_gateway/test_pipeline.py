@@ -1,0 +1,248 @@
+"""Sessions from dispatch to result, with real processes and a scripted engine."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from polar_gateway.protocol import SessionResult
+from polar_gateway.testing.engine import Fault, ScriptedEngine
+from tests.polar_gateway.gateway import THREE_TURNS, Gateway, call, gateway, script
+
+
+def codes(result: SessionResult) -> set[str]:
+    assert result.verdict is not None
+    return {finding.code for finding in result.verdict.findings}
+
+
+async def test_a_three_turn_run_is_one_trace_of_exactly_the_sampled_tokens(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as node:
+        result = await node.run()
+        calls = list(node.engine.calls)
+    assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+    assert result.trajectory is not None
+    (trace,) = result.trajectory.traces
+    calls = [c for c in calls if len(c.request["messages"]) > 1]
+    assert trace.prompt_ids == calls[0].prompt_token_ids
+    sampled = [token for c in calls for token in c.token_ids]
+    trained = [t for t, mask in zip(trace.response_ids, trace.loss_mask, strict=True) if mask]
+    assert trained == sampled
+    assert trace.response_logprobs is not None
+    said = [p for p, mask in zip(trace.response_logprobs, trace.loss_mask, strict=True) if mask]
+    assert said == pytest.approx([p for c in calls for p in c.logprobs], abs=1e-5)
+    assert trace.reward == 1.0
+    assert result.verdict is not None
+    assert (result.verdict.reward, result.verdict.tokens) == ("graded", "all")
+    assert "unisolated" in codes(result)
+
+
+async def test_the_run_of_the_harness_is_kept(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as node:
+        result = await node.run()
+    names = {artifact.name for artifact in result.artifacts}
+    assert {"artifacts/agent.stdout.log", "session.journal"} <= names
+    kept = {a.name: Path(a.path) for a in result.artifacts}
+    assert "All done." in kept["artifacts/agent.stdout.log"].read_text()
+
+
+async def test_a_session_past_its_time_is_built_and_graded_and_is_a_timeout(tmp_path: Path) -> None:
+    slow = script("First." + call("true"), "Then." + call("sleep 600 & setsid sleep 600"), "Never.")
+    async with gateway(tmp_path, slow) as node:
+        result = await node.run(remaining_timeout_seconds=2.5)
+    assert result.status == "TIMEOUT"
+    assert result.failure is None
+    assert result.reward == 0.0
+    assert result.trajectory is not None
+    assert sum(map(sum, (t.loss_mask for t in result.trajectory.traces))) > 0
+    assert not await processes("sleep 600")
+
+
+async def test_agent_timeout_in_the_metadata_lowers_the_bound(tmp_path: Path) -> None:
+    slow = script("Then." + call("sleep 601"), "Never.")
+    async with gateway(tmp_path, slow) as node:
+        result = await node.run(metadata={"agent_timeout": 1.5, "group_id": "g7"})
+    assert result.status == "TIMEOUT"
+    assert result.metadata["group_id"] == "g7"
+
+
+async def test_a_harness_that_crashes_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    crash = {"harness": "shell", "custom_shell": {"command": "echo dying >&2; exit 3"}}
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent=crash)
+    assert result.status == "ERROR"
+    assert result.failure is not None
+    assert (result.failure.boundary, result.failure.infra) == ("harness", False)
+    assert "dying" in result.failure.detail
+    assert result.metadata["agent_result"]["return_code"] == 3
+    assert result.reward == 0.0
+
+
+async def test_a_failed_session_is_never_rewarded(tmp_path: Path) -> None:
+    agent = Gateway(ScriptedEngine(), "").document()["agent"]
+    agent["custom_shell"]["command"] += "; exit 1"
+    graded = {
+        "strategy": "test_on_output",
+        "config": {"test_command": "echo PASSED everything", "expected": {"everything": "PASSED"}},
+    }
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent=agent, evaluator=graded)
+    assert (result.status, result.reward) == ("ERROR", 0.0)
+    assert "reward_withheld" in codes(result)
+
+
+async def test_a_prepare_action_that_fails_ends_the_session_before_the_agent(tmp_path: Path) -> None:
+    failing = {
+        "backend": "local",
+        "prepare": [{"type": "exec", "command": "echo no such repo >&2; exit 2"}],
+    }
+    async with gateway(tmp_path) as node:
+        result = await node.run(runtime=failing)
+        assert not [c for c in node.engine.calls if len(c.request["messages"]) > 1]
+    assert result.failure is not None
+    assert result.failure.boundary == "prepare"
+    assert "prepare[0]" in result.failure.message
+    assert "no such repo" in result.failure.detail
+    assert result.verdict is not None
+    assert result.verdict.tokens == "none"
+
+
+async def test_prepare_runs_again_as_often_as_it_may(tmp_path: Path) -> None:
+    flaky = "test -e $SESSION_DIR/once || { touch $SESSION_DIR/once; exit 1; }"
+    spec = {
+        "backend": "local",
+        "prepare": [{"type": "exec", "command": flaky, "max_attempts": 2}],
+    }
+    async with gateway(tmp_path) as node:
+        assert (await node.run(runtime=spec)).status == "COMPLETED"
+
+
+async def test_uploads_reach_the_inside_and_only_from_permitted_folders(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "data.txt").write_text("payload")
+    upload = {"type": "upload_file", "source": str(shared / "data.txt"), "target": "/polar/session/d.txt"}
+    stolen = {**upload, "source": "/etc/hostname"}
+    see = {"harness": "shell", "custom_shell": {"command": "cat $SESSION_DIR/d.txt"}}
+    async with gateway(tmp_path / "node", upload_roots=[shared]) as node:
+        seen = await node.run("s1", agent=see, runtime={"backend": "local", "prepare": [upload]})
+        refused = await node.run("s2", agent=see, runtime={"backend": "local", "prepare": [stolen]})
+    kept = {a.name: Path(a.path) for a in seen.artifacts}
+    assert kept["artifacts/agent.stdout.log"].read_text() == "payload"
+    assert refused.failure is not None
+    assert "upload_roots" in refused.failure.message
+
+
+async def test_the_environment_is_the_one_that_agents_know(tmp_path: Path) -> None:
+    show = {"harness": "shell", "custom_shell": {"command": "env"}, "env": {"MINE": "2"}}
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent=show, runtime={"backend": "local", "env": {"THEIRS": "1"}})
+    log = {a.name: Path(a.path) for a in result.artifacts}["artifacts/agent.stdout.log"].read_text()
+    env = dict(line.split("=", 1) for line in log.splitlines() if "=" in line)
+    assert env["OPENAI_BASE_URL"] == env["ANTHROPIC_BASE_URL"] + "/v1"
+    assert env["GOOGLE_API_URL"] == env["ANTHROPIC_BASE_URL"]
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == env["GOOGLE_API_KEY"]
+    assert env["OPENAI_API_KEY"] not in (env["SESSION_ID"], "s1")
+    assert (env["SESSION_ID"], env["TASK_ID"]) == ("s1", "t1")
+    assert {"SESSION_DIR", "ARTIFACTS_DIR", "LOGS_DIR", "AGENT_LOG_DIR"} <= env.keys()
+    assert (env["THEIRS"], env["MINE"]) == ("1", "2")
+
+
+@pytest.mark.parametrize("stage", ["init", "running"])
+async def test_cancelling_ends_a_session_in_any_stage_within_two_seconds(
+    tmp_path: Path, stage: str
+) -> None:
+    spec = {"backend": "local", "prepare": [{"type": "exec", "command": "sleep 602"}]}
+    slow = script("Then." + call("sleep 602"), "Never.")
+    async with gateway(tmp_path, slow) as node:
+        await node.dispatch(**({"runtime": spec} if stage == "init" else {}))
+        await node.until_stage(stage)
+        await anyio.sleep(0.5)
+        with anyio.fail_after(2):
+            await node.http.delete(f"{node.address.control_url}/sessions/s1")
+            result = await node.result()
+    assert (result.status, result.error) == ("ERROR", "session cancelled")
+    assert result.failure is not None
+    assert result.failure.boundary == "cancelled"
+    assert not await processes("sleep 602")
+
+
+async def test_stages_have_limits_of_their_own(tmp_path: Path) -> None:
+    slow = script("Then." + call("sleep 0.6"), "Done.")
+    peak = {"run_inflight": 0, "ready_depth": 0, "init_inflight": 0}
+    async with gateway(
+        tmp_path, slow, max_init_workers=2, max_ready_sessions=2, max_run_workers=1
+    ) as node:
+        ids = [f"s{i}" for i in range(5)]
+        for session_id in ids:
+            await node.dispatch(session_id)
+        while len(node.results) < len(ids):
+            health = (await node.http.get(f"{node.address.control_url}/health")).json()
+            for name in peak:
+                peak[name] = max(peak[name], health["metrics"][name])
+            held = health["metrics"]["ready_depth"] + health["metrics"]["init_inflight"]
+            assert held <= 2
+            await anyio.sleep(0.02)
+    assert peak["run_inflight"] == 1
+    assert all(result.status == "COMPLETED" for result in node.results.values())
+
+
+async def test_a_fresh_runtime_grades_the_workdir_and_nothing_else_of_the_agent(
+    tmp_path: Path,
+) -> None:
+    sneaky = script("I cheat." + call("echo ok > work.txt; echo cheat > $HOME/cheat"), "Done.")
+    grade = {
+        "strategy": "test_on_output",
+        "refresh_runtime": True,
+        "config": {
+            "test_command": "test ! -e $HOME/cheat && test -e work.txt && echo PASSED clean",
+            "expected": {"clean": "PASSED"},
+        },
+    }
+    async with gateway(tmp_path, sneaky) as node:
+        result = await node.run(evaluator=grade)
+    assert result.reward == 1.0, result
+    assert "graded_in_agent_runtime" not in codes(result)
+
+
+async def test_an_engine_that_is_gone_is_blamed_before_the_harness(tmp_path: Path) -> None:
+    engine = ScriptedEngine(THREE_TURNS)
+    async with gateway(tmp_path, engine=engine) as node:
+        engine.faults.append(Fault(times=1000, status=500))
+        result = await node.run()
+    assert result.status == "ERROR"
+    assert result.failure is not None
+    assert (result.failure.boundary, result.failure.infra) == ("engine", True)
+    assert result.reward is None
+
+
+async def test_a_session_without_a_model_call_has_nothing_to_train_on(tmp_path: Path) -> None:
+    idle = {"harness": "shell", "custom_shell": {"command": "true"}}
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent=idle)
+    assert result.status == "ERROR"
+    assert "no_completions" in codes(result)
+
+
+async def test_the_key_of_a_session_is_in_nothing_that_is_reported(tmp_path: Path) -> None:
+    telling = {"command": "echo $OPENAI_API_KEY; echo $OPENAI_API_KEY >&2; sleep 0.5; exit 1"}
+    async with gateway(tmp_path) as node:
+        await node.dispatch(agent={"harness": "shell", "custom_shell": telling})
+        listing = await node.http.get(f"{node.address.control_url}/sessions")
+        result = await node.result()
+    assert b"sk-polar-" not in listing.content
+    assert b"sk-polar-" not in b"".join(node.raw)
+    assert result.failure is not None
+    assert "[session key]" in result.failure.detail
+
+
+async def processes(wanted: str) -> list[str]:
+    """Command lines on this machine that contain `wanted`, zombies left out."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if wanted in line and "pytest" not in line:
+            found.append(line)
+    return found
