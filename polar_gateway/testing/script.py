@@ -2,21 +2,24 @@
 
 One document drives the scripted engine and, through a logits processor, a real vLLM:
 
-    {"rules": [{"match": ["fix calc.py", "\\"exec_command\\""],
+    {"rules": [{"match": ["mistake in calc.py", "\\"name\\": \\"bash\\""],
                 "tokens": "random",
-                "steps": ["<think>\\nLook first.\\n</think>\\n\\n<tool_call>\\n{...}\\n</tool_call>",
-                          "<think>\\nDone.\\n</think>\\n\\nIt is fixed."]}],
-     "otherwise": "<think>\\n\\n</think>\\n\\nDone."}
+                "steps": [{"think": "Look first.",
+                           "calls": [{"name": "bash", "arguments": {"command": "cat calc.py"}}]},
+                          {"think": "That was it.", "say": "It is repaired."}]}],
+     "otherwise": {"say": "Done."}}
 
 The first rule all of whose `match` expressions are found in the rendered prompt applies. Its step is
 the number of assistant turns in the prompt so far, the last one repeating; that stays right when one
-turn makes several tool calls and gets several responses.
+turn makes several tool calls and gets several responses. A step may also be a string: the very text
+to sample, markup and its mistakes included.
 """
 
+import json
 import os
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -29,11 +32,33 @@ THINKING_CLOSED = "</think>\n\n"
 Spelling = Literal["random", "canonical"]
 
 
+class ScriptedCall(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+
+
+class Step(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One turn, spelled as the chat template spells it when it comes back as history."""
+
+    think: str = ""
+    say: str = ""
+    calls: list[ScriptedCall] = []
+
+    @property
+    def text(self) -> str:
+        calls = [
+            f"<tool_call>\n{json.dumps(msgspec.to_builtins(call), ensure_ascii=False)}\n</tool_call>"
+            for call in self.calls
+        ]
+        body = "\n".join([self.say, *calls] if self.say else calls)
+        return f"<think>\n{self.think}\n</think>\n\n{body}"
+
+
 class Rule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     match: str | list[str]
     """Regular expressions on the rendered prompt, a dot matching newlines; all must be found."""
-    steps: list[str]
-    """What to say, markup included, without the end of the turn."""
+    steps: list[Step | str]
+    """What to say, turn by turn, without the end of the turn."""
     count: str = ASSISTANT_TURNS
     """Regular expression whose hits in the rendered prompt number the step."""
     tokens: Spelling = "random"
@@ -50,7 +75,8 @@ class Rule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     def step(self, prompt: str) -> str:
         taken = sum(1 for _ in re.finditer(self.count, prompt, re.DOTALL))
-        return self.steps[min(taken, len(self.steps) - 1)]
+        step = self.steps[min(taken, len(self.steps) - 1)]
+        return step if isinstance(step, str) else step.text
 
 
 class Line(NamedTuple):
@@ -62,14 +88,14 @@ class Line(NamedTuple):
 
 class Script(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     rules: list[Rule] = []
-    otherwise: str = "<think>\n\n</think>\n\nDone."
+    otherwise: Step = Step(say="Done.")
     """The answer when no rule applies."""
 
     def line(self, prompt: str) -> Line:
         """The answer to a rendered prompt. Where the prompt has closed the thinking already, the
         answer's own thinking is left out."""
         rule = next((rule for rule in self.rules if rule.applies(prompt)), None)
-        text, tokens = (rule.step(prompt), rule.tokens) if rule else (self.otherwise, "random")
+        text, tokens = (rule.step(prompt), rule.tokens) if rule else (self.otherwise.text, "random")
         if prompt.endswith(THINKING_CLOSED) and text.startswith("<think>"):
             text = text.partition("</think>")[2].lstrip("\n")
         return Line(text, tokens)
