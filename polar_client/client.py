@@ -82,7 +82,7 @@ class RolloutClient:
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = (url or os.environ.get("POLAR_URL") or DEFAULT_URL).rstrip("/")
-        secret = token or _token(token_file)
+        secret = token or find_token(token_file)
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {secret}"} if secret else {},
@@ -199,7 +199,7 @@ def _task_path(task_id: str) -> str:
     return f"/rollout/task/{quote(task_id, safe='')}"
 
 
-def _token(token_file: Path | None) -> str | None:
+def find_token(token_file: Path | None) -> str | None:
     if token_file is None:
         if token := os.environ.get("POLAR_TOKEN"):
             return token
