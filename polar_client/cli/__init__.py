@@ -9,11 +9,28 @@ from collections.abc import Iterator
 
 import click
 
-from polar_client.cli.harness import harness
 from polar_client.cli.services import gateway, server, up
 from polar_client.cli.tasks import cancel, status, submit
 
-COMMANDS = (up, server, gateway, submit, status, cancel, harness)
+
+class _HarnessCommands(click.Group):
+    """`polar harness`; what it needs is imported when one of its commands is."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from polar_client.cli.harness import harness
+
+        return harness.list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from polar_client.cli.harness import harness
+
+        return harness.get_command(ctx, cmd_name)
+
+
+harness_commands = _HarnessCommands(
+    name="harness", help="Install and list the CLI agents that tasks can name as their harness."
+)
+COMMANDS = (up, server, gateway, submit, status, cancel, harness_commands)
 ALIASES = {"serve_rollout": server, "serve_gateway": gateway}
 """Names that existing scripts use."""
 

@@ -12,10 +12,10 @@ import click
 
 if TYPE_CHECKING:
     import anyio.abc
+    from polar_server.app import ServerAddress
 
     from polar_gateway.app import NodeAddress
     from polar_gateway.config import GatewayConfig, NodeConfig
-    from polar_server.app import ServerAddress
     from polar_server.config import RolloutConfig
 
 UP_HEARTBEAT_SECONDS = 1.0
