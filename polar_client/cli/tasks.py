@@ -90,13 +90,9 @@ def read_task(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise TaskFileError(f"{file} is not UTF-8 text: {error}") from error
     try:
-        document = msgspec.json.decode(text)
-    except msgspec.DecodeError as no_json:
-        try:
-            document = yaml.safe_load(text)
-        except yaml.YAMLError as no_yaml:
-            reason = no_json if text.lstrip().startswith("{") else no_yaml
-            raise TaskFileError(f"{file} is neither JSON nor YAML: {reason}") from no_yaml
+        document = msgspec.json.decode(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except (msgspec.DecodeError, yaml.YAMLError) as error:
+        raise TaskFileError(f"{file} is neither JSON nor YAML: {error}") from error
     if not isinstance(document, dict):
         raise TaskFileError(f"{file} must hold one task, a mapping; it holds {document!r:.60}")
     return document
