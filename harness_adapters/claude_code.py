@@ -40,7 +40,7 @@ QUIET = {
 class ClaudeCodeSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Settings of the harness `claude_code`."""
 
-    tools: list[str] = ["Agent", "Bash", "Edit", "Read", "Write", "Glob", "Grep"]
+    tools: tuple[str, ...] = ("Agent", "Bash", "Edit", "Read", "Write", "Glob", "Grep")
     """Built-in tools offered to the model."""
     max_turns: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Stop after so many turns; None: no limit."""
@@ -72,7 +72,7 @@ class ClaudeCode:
         files: dict[str, str] = {}
         tools = settings.tools
         if agent.skills_path and SKILL_TOOL not in tools:
-            tools = [*tools, SKILL_TOOL]
+            tools = (*tools, SKILL_TOOL)
         words = [
             f"{context.pack_dir}/bin/claude" if context.pack_dir else "claude",
             "-p",

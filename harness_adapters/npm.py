@@ -284,10 +284,11 @@ def _verify(pack: Pack, folder: Path) -> None:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PackError(f"{pack.program} of {pack.package} does not start: {error}") from error
-    if run.returncode or not re.search(rf"\b{re.escape(pack.version)}\b", run.stdout):
+    said = (run.stdout + run.stderr).strip()  # pi says its version on stderr
+    if run.returncode or not re.search(rf"\b{re.escape(pack.version)}\b", said):
         raise PackError(
             f"{pack.program} --version ended with status {run.returncode} instead of saying "
-            f"{pack.version}. It said:\n{(run.stdout + run.stderr).strip()[-2000:]}"
+            f"{pack.version}. It said:\n{said[-2000:]}"
         )
 
 

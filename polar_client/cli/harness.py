@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 import harness_adapters
 from harness_adapters import npm
@@ -35,11 +33,7 @@ def install(names: tuple[str, ...], cache: Path | None) -> None:
     Needs npm. The folder of each is printed on stdout; what happens is told on stderr.
     """
     for name in dict.fromkeys(names):
-        try:
-            path = npm.install(name, cache or npm.default_cache(), _say)
-        except npm.PackError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(path)
+        click.echo(npm.install(name, cache or npm.default_cache(), _say))
 
 
 @harness.command("list")
@@ -55,13 +49,11 @@ def list_(cache: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("HARNESS", "VERSION", "STATE", "SIZE", "PATH"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        size = f"{row['bytes'] / 1e6:.0f} MB" if row["bytes"] is not None else ""
-        table.add_row(row["harness"], row["version"] or "", row["state"], size, row["path"] or "")
-    Console(soft_wrap=True).print(table)
+    table = [("HARNESS", "VERSION", "STATE", "SIZE", "PATH"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        click.echo(line.rstrip())
 
 
 @harness.command()
@@ -73,7 +65,7 @@ def path(name: str, cache: Path | None) -> None:
         if pack.name == name:
             click.echo(pack.path)
             return
-    raise click.ClickException(f"{name} is not installed; run: polar harness install {name}")
+    raise npm.PackError(f"{name} is not installed; run: polar harness install {name}")
 
 
 def _row(name: str, pack: str | None, packs: dict[str, npm.InstalledPack]) -> dict[str, Any]:
@@ -87,6 +79,11 @@ def _row(name: str, pack: str | None, packs: dict[str, npm.InstalledPack]) -> di
         "path": str(found.path) if found else None,
         "bytes": found.bytes if found else None,
     }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    size = f"{row['bytes'] / 1e6:.0f} MB" if row["bytes"] is not None else ""
+    return (row["harness"], row["version"] or "", row["state"], size, row["path"] or "")
 
 
 def _say(line: str) -> None:
