@@ -8,6 +8,8 @@ import hashlib
 import secrets
 import time
 
+import anyio
+
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.errors import Failure
 from polar_gateway.lifecycle import Outcome, Stage, advance, wire_status
@@ -47,6 +49,8 @@ class Session:
         self.engine_failure: Failure | None = None
         """The last model call that failed for the engine's reasons; outranks the harness's exit,
         because the harness only saw an HTTP error. Cleared by the next call that succeeds."""
+        self.calls: set[anyio.CancelScope] = set()
+        """The model calls in flight; cancelled by the seal."""
         self.timing = SessionTiming()
         self.result: SessionResult | None = None
 
@@ -54,8 +58,10 @@ class Session:
         self.stage = advance(self.session_id, self.stage, stage)
 
     def seal(self) -> None:
-        """From now on model calls are refused; those in flight are cancelled by the proxy."""
+        """From now on model calls are refused; those in flight are cancelled."""
         self.sealed = True
+        for call in self.calls:
+            call.cancel()
         self.capture.seal()
 
     @property

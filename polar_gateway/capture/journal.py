@@ -116,7 +116,9 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise CaptureError(f"cannot create the journal {path}: {error.strerror}") from error
         self._length = 0
@@ -130,7 +132,9 @@ class Journal:
                 written += os.write(self._fd, line[written:] if written else line)
         except OSError as error:
             self._cut_back(written)
-            raise CaptureError(f"cannot write to the journal {self.path}: {error.strerror}") from error
+            raise CaptureError(
+                f"cannot write to the journal {self.path}: {error.strerror}"
+            ) from error
         self._length += written
 
     def _cut_back(self, written: int) -> None:

@@ -462,6 +462,8 @@ class Assembly:
         return self._ids[since:], array("f", logprobs)
 
     def reply(self) -> EngineReply:
+        """What there is so far; all of it once `finish` was called."""
+        self._end_block([])
         tokens = checked_tokens(
             self.prompt_ids, self._ids if self._has_ids else None, self._logprobs, self._usage
         )
@@ -640,6 +642,8 @@ def _usage(usage: _Usage | None, tokens: Tokens) -> Usage:
 
 
 _OVERFLOW = re.compile(r"maximum context length|longer than the maximum model length", re.I)
+_LIMIT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)", re.I)
+_ASKED = re.compile(r"(?:contains at least|contains|requested|has|length) (\d+)", re.I)
 
 
 def error_of(status: int | None, data: bytes) -> EngineError:
@@ -651,9 +655,8 @@ def error_of(status: int | None, data: bytes) -> EngineError:
     status = status or code or 500
     detail = data[:2048].decode("utf-8", "replace")
     if status == 400 and _OVERFLOW.search(said):
-        return _Failed(
-            ErrorKind(status=400, code="context_overflow", message=said), infra=False, detail=detail
-        )
+        kind = ErrorKind(status=400, code="context_overflow", message=overflow_message(said))
+        return _Failed(kind, infra=False, detail=detail)
     if status in (400, 413, 422):
         return _Failed(
             ErrorKind(status=400, code="invalid_request", message=said), infra=False, detail=detail
@@ -663,6 +666,15 @@ def error_of(status: int | None, data: bytes) -> EngineError:
         return _Failed(kind, infra=True, detail=detail, again=True)
     kind = ErrorKind(status=500, code="internal", message=f"the engine answered {status}: {said}")
     return _Failed(kind, infra=True, detail=detail, again=status >= 500)
+
+
+def overflow_message(said: str) -> str:
+    """vLLM's sentence, with the numbers in front in the words that Claude Code compacts by; other
+    agents know the sentence itself."""
+    limit, asked = _LIMIT.search(said), _ASKED.search(said)
+    if limit is None or asked is None:
+        return said
+    return f"prompt is too long: {asked[1]} tokens > {limit[1]} maximum. {said}"
 
 
 def _said(data: bytes) -> tuple[str, int | None]:

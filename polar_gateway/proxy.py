@@ -1,0 +1,519 @@
+"""One model call, top to bottom: who asks, in which dialect, for what; record, ask, record, answer.
+
+The order is the promise: the intent is journalled before the engine is asked, and the record is
+durable before the harness gets anything that it can act on, which is the end of a tool call and
+the end of the turn. Text and reasoning flow as they come.
+"""
+
+import logging
+import secrets
+import time
+import zlib
+from asyncio import sleep
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl
+
+import anyio
+import msgspec
+
+from polar_gateway import dialects
+from polar_gateway.capture.journal import CaptureError
+from polar_gateway.capture.session import OpenCall
+from polar_gateway.dialects import Route, anthropic, chat
+from polar_gateway.dialects.turn import (
+    BlockEnd,
+    BlockStart,
+    Dialect,
+    ErrorKind,
+    ModelRequest,
+    TurnEnd,
+    UnsupportedRequestError,
+)
+from polar_gateway.engines.base import Engine, EngineError, EngineReply, EngineStream
+from polar_gateway.errors import Failure
+from polar_gateway.protocol import Sampling
+from polar_gateway.sessions import Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 << 20
+"""Of a request, before and after decompression; a full context of images stays below."""
+MAX_CALLS = 256
+"""Of one session at a time; harnesses with parallel sub-agents make a few dozen."""
+
+SEALED = ErrorKind(status=400, code="session_closed", message="this session has ended")
+"""400, because that is what command-line agents ask again least: most never, Claude Code 6 times
+within seconds, whereas 401, 404 and 5xx are asked again for minutes."""
+
+_decode = msgspec.json.Decoder().decode
+_JSON = (b"content-type", b"application/json")
+_SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class RefusedError(Exception):
+    """The request gets an error of its dialect for an answer."""
+
+    def __init__(self, kind: ErrorKind) -> None:
+        super().__init__(kind.message)
+        self.kind = kind
+
+
+class Client:
+    """The harness's end of one exchange; writes nothing more once it is gone."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._writing = anyio.Lock(fast_acquire=True)
+        self.gone = False
+        self.started = False
+        self.last_write = 0.0
+
+    async def body(self, limit: int) -> bytes:
+        """The whole request body. Raises RefusedError past `limit`."""
+        message = await self._receive()
+        whole: bytes = message.get("body", b"")
+        if message.get("more_body"):
+            parts, size = [whole], len(whole)
+            while message.get("more_body"):
+                message = await self._receive()
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    break
+            whole = b"".join(parts)
+        if message["type"] == "http.disconnect":
+            raise RefusedError(_invalid("the request ended in the middle of its body"))
+        if len(whole) > limit:
+            raise RefusedError(_too_large(limit))
+        return whole
+
+    async def wait_gone(self) -> None:
+        """Return when the harness has closed its connection, which it is heard to do only here."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+
+    async def answer(self, status: int, body: bytes) -> bool:
+        """Send a whole answer; False when the harness was gone before it was written."""
+        headers = [_JSON, (b"content-length", b"%d" % len(body))]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        return await self._finish()
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece of a streamed answer, headers first."""
+        self.last_write = time.monotonic()
+        if self.gone:
+            return
+        async with self._writing:
+            if not self.started:
+                self.started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _SSE})
+            if data:
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> bool:
+        """End a streamed answer; False when the harness was gone before the last piece."""
+        async with self._writing:
+            return await self._finish()
+
+    async def _finish(self) -> bool:
+        if not self.gone:
+            # The server drops what is written to a lost connection without a word. One turn of
+            # the loop lets `wait_gone` say so first.
+            await sleep(0)
+        delivered = not self.gone
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        return delivered
+
+
+class Call:
+    """One model call of a session on its way."""
+
+    def __init__(
+        self,
+        client: Client,
+        session: Session,
+        dialect: Dialect,
+        request: ModelRequest,
+        record: OpenCall,
+    ) -> None:
+        self.client = client
+        self.session = session
+        self.dialect = dialect
+        self.request = request
+        self.record = record
+        self.created = int(time.time())
+        self.streamer = dialect.streamer(request, record.completion_id, self.created)
+        self._opened = False
+
+    def opening(self, prompt_tokens: int) -> bytes:
+        """What a streamed answer begins with; empty from the second time on."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return self.streamer.open(prompt_tokens)
+
+    def keep(self, reply: EngineReply) -> None:
+        """Make the record durable."""
+        self.record.close(reply, sent_sampling(self.request))
+        failure = self.session.engine_failure
+        if failure is not None and failure.boundary == "engine":
+            self.session.engine_failure = None
+
+    def undelivered(self) -> None:
+        try:
+            self.record.undelivered()
+        except CaptureError as error:
+            self.failed(error)
+
+    def failed(self, error: EngineError | CaptureError) -> ErrorKind:
+        """Note why there is no answer; returns what the harness shall hear."""
+        session = self.session
+        if isinstance(error, CaptureError):
+            if session.sealed:
+                return SEALED
+            session.engine_failure = error.failure
+            logger.error("session %s: %s", session.session_id, error)
+            return ErrorKind(status=500, code="internal", message=str(error))
+        if error.infra:
+            session.engine_failure = Failure(
+                boundary="engine", message=str(error), infra=True, detail=error.detail
+            )
+            logger.warning("session %s: %s", session.session_id, error)
+        try:
+            self.record.fail(str(error))
+        except CaptureError as lost:
+            return self.failed(lost)
+        return error.kind
+
+    def abandoned(self, stream: EngineStream | None) -> ErrorKind:
+        """The generation was cancelled, by the session's seal or because its harness went.
+
+        What it sampled until then is kept as a completion that nobody received.
+        """
+        if self.record.is_open:
+            try:
+                if stream is not None and stream.prompt_tokens:
+                    self.record.close(stream.reply, sent_sampling(self.request))
+                    self.record.undelivered()
+                else:
+                    self.record.fail("the harness went away", code="call_abandoned")
+            except CaptureError as error:
+                return self.failed(error)
+        return SEALED
+
+
+class Proxy:
+    """The ASGI application of the model listener."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        engine: Engine,
+        model_served: str,
+        max_model_len: int | None = None,
+        header_delay: float = 10.0,
+        keep_alive: float = 10.0,
+        retry_grace: float = 5.0,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._sessions = sessions
+        self._engine = engine
+        self._model_served = model_served
+        self._max_model_len = max_model_len
+        self._header_delay = header_delay
+        """Seconds after which a stream's headers leave without an event to go with them."""
+        self._keep_alive = keep_alive
+        """Seconds of silence after which the harness is given a sign of life."""
+        self._retry_grace = retry_grace
+        """Seconds for which a generation outlives its client."""
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        client = Client(receive, send)
+        route = dialects.route(scope["method"], scope["path"], headers)
+        dialect = chat if route is None else route.dialect
+        try:
+            if route is None:
+                message = f"nothing is served at {scope['method']} {scope['path']}"
+                refused = ErrorKind(status=404, code="not_found", message=message)
+            elif route.kind == "probe":
+                await client.answer(200, b"{}")
+                return
+            elif route.kind == "websocket":
+                message = "no WebSocket is served here; use HTTP"
+                refused = ErrorKind(status=426, code="invalid_request", message=message)
+            else:
+                session = self._session(headers, scope["query_string"])
+                await self._serve(client, session, route, headers)
+                return
+        except RefusedError as error:
+            refused = error.kind
+        await client.answer(dialect.error_status(refused), dialect.error_body(refused))
+
+    async def _serve(
+        self, client: Client, session: Session, route: Route, headers: Mapping[str, str]
+    ) -> None:
+        """Answer what a session's harness may ask. Raises RefusedError before any answer began."""
+        dialect = route.dialect
+        if route.kind == "models":
+            await client.answer(200, dialect.models_body([self._model_served]))
+            return
+        body = await self._read(client, headers)
+        body.update(route.fields)
+        request = self._normalise(session, dialect, body)
+        if route.kind == "count_tokens":
+            await self._count(client, dialect, request)
+        else:
+            await self._call(client, session, dialect, request, headers)
+
+    def _session(self, headers: Mapping[str, str], query_string: bytes) -> Session:
+        query = dict(parse_qsl(query_string.decode("latin-1"))) if query_string else {}
+        key = dialects.api_key(headers, query)
+        session = self._sessions.by_key(key) if key else None
+        if session is None:
+            message = "no live session has this API key" if key else "an API key is needed"
+            raise RefusedError(ErrorKind(status=401, code="authentication", message=message))
+        if session.sealed:
+            raise RefusedError(SEALED)
+        return session
+
+    async def _read(self, client: Client, headers: Mapping[str, str]) -> dict[str, Any]:
+        limit = self._max_body_bytes
+        if int(headers.get("content-length") or 0) > limit:
+            raise RefusedError(_too_large(limit))
+        data = await client.body(limit)
+        encoding = headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            data = inflated(data, encoding, limit)
+        try:
+            body = _decode(data)
+        except msgspec.DecodeError as error:
+            raise RefusedError(_invalid(f"the body is not JSON: {error}")) from error
+        if not isinstance(body, dict):
+            raise RefusedError(_invalid("the body must be a JSON object"))
+        return body
+
+    def _normalise(self, session: Session, dialect: Dialect, body: dict[str, Any]) -> ModelRequest:
+        try:
+            request = dialect.normalise(body)
+        except UnsupportedRequestError as error:
+            if dialect is anthropic:
+                # Claude Code answers a 400 by asking for something else, with other tools; what
+                # it would then do is no longer the task, so the session fails for this reason.
+                session.engine_failure = Failure(
+                    boundary="harness",
+                    message=f"the harness asked for what is not supported: {error}",
+                )
+            raise RefusedError(_invalid(str(error))) from error
+        return with_overrides(request, session.sampling, self._max_model_len)
+
+    async def _count(self, client: Client, dialect: Dialect, request: ModelRequest) -> None:
+        try:
+            tokens = await self._engine.count_tokens(request)
+        except EngineError as error:
+            raise RefusedError(error.kind) from error
+        await client.answer(200, dialect.count_body(tokens))
+
+    async def _call(
+        self,
+        client: Client,
+        session: Session,
+        dialect: Dialect,
+        request: ModelRequest,
+        headers: Mapping[str, str],
+    ) -> None:
+        if session.sealed:
+            raise RefusedError(SEALED)
+        if len(session.calls) >= MAX_CALLS:
+            message = f"this session has {MAX_CALLS} model calls in flight"
+            raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
+        completion_id = f"msg_{secrets.token_hex(6)}"
+        try:
+            record = session.capture.open(
+                request, completion_id=completion_id, dialect=dialect.name, headers=headers
+            )
+        except CaptureError as error:
+            session.engine_failure = error.failure
+            logger.exception("session %s has no journal", session.session_id)
+            kind = ErrorKind(status=500, code="internal", message=str(error))
+            raise RefusedError(kind) from error
+        call = Call(client, session, dialect, request, record)
+        if request.stream:
+            await self._stream(call)
+        else:
+            await self._whole(call)
+
+    async def _whole(self, call: Call) -> None:
+        refusal: ErrorKind | None = None
+        answered = False
+        async with anyio.create_task_group() as group:
+            with in_flight(call.session, group.cancel_scope):
+                group.start_soon(self._outlive, call.client, group.cancel_scope)
+                try:
+                    reply = await self._engine.complete(call.request, call.record.completion_id)
+                    call.keep(reply)
+                except (EngineError, CaptureError) as error:
+                    refusal = call.failed(error)
+                else:
+                    answered = True
+                    turn = reply.turn(call.record.completion_id, call.created)
+                    if not await call.client.answer(200, call.dialect.answer(call.request, turn)):
+                        call.undelivered()
+            group.cancel_scope.cancel()
+        if not answered:
+            raise RefusedError(refusal or call.abandoned(None))
+
+    async def _stream(self, call: Call) -> None:
+        refusal: ErrorKind | None = None
+        answered = False
+        stream: EngineStream | None = None
+        async with anyio.create_task_group() as group:
+            with in_flight(call.session, group.cancel_scope):
+                group.start_soon(self._outlive, call.client, group.cancel_scope)
+                group.start_soon(self._show_life, call)
+                try:
+                    stream = await self._engine.stream(call.request, call.record.completion_id)
+                    await self._forward(call, stream)
+                except (EngineError, CaptureError) as error:
+                    refusal = call.failed(error)
+                else:
+                    answered = True
+                    if not await call.client.end():
+                        call.undelivered()
+                finally:
+                    if stream is not None:
+                        await stream.aclose()
+            group.cancel_scope.cancel()
+        if answered:
+            return
+        refusal = refusal or call.abandoned(stream)
+        if not call.client.started:
+            raise RefusedError(refusal)
+        await call.client.write(call.streamer.error(refusal))
+        await call.client.end()
+
+    async def _forward(self, call: Call, stream: EngineStream) -> None:
+        """Hand a generation on as it comes, each part when its record allows it."""
+        client, streamer = call.client, call.streamer
+        in_call = False
+        async for events in stream:
+            data = call.opening(stream.prompt_tokens)
+            ends_call = False
+            for event in events:
+                data += streamer.event(event)
+                if isinstance(event, BlockStart):
+                    in_call = event.kind == "call"
+                elif isinstance(event, BlockEnd) and in_call:
+                    ends_call = True
+            if ends_call:
+                call.record.append(*stream.sampled_so_far())
+            await client.write(data)
+        reply = stream.reply
+        call.keep(reply)
+        end = TurnEnd(turn=reply.turn(call.record.completion_id, call.created))
+        await client.write(call.opening(stream.prompt_tokens) + streamer.event(end))
+
+    async def _outlive(self, client: Client, generation: anyio.CancelScope) -> None:
+        """Cancel a generation some time after its client went: it may come back and ask again."""
+        await client.wait_gone()
+        await anyio.sleep(self._retry_grace)
+        generation.cancel()
+
+    async def _show_life(self, call: Call) -> None:
+        """Send headers when they are due, and a sign of life whenever there was long silence."""
+        client = call.client
+        await anyio.sleep(self._header_delay)
+        if opening := call.opening(0):
+            await client.write(opening)
+        while not client.gone:
+            silence = time.monotonic() - client.last_write
+            if silence < self._keep_alive:
+                await anyio.sleep(self._keep_alive - silence)
+            else:
+                await client.write(call.streamer.keep_alive())
+
+
+@contextmanager
+def in_flight(session: Session, generation: anyio.CancelScope) -> Iterator[None]:
+    """Let the session's seal cancel the generation."""
+    session.calls.add(generation)
+    try:
+        yield
+    finally:
+        session.calls.discard(generation)
+
+
+def with_overrides(
+    request: ModelRequest, sampling: Sampling | None, max_model_len: int | None
+) -> ModelRequest:
+    """The request with the task's sampling parameters in place of the harness's, each one noted.
+
+    An output limit beyond the model's length is cut to it: agents ask for as much on purpose, and
+    not every engine takes it.
+    """
+    overrides = {} if sampling is None else msgspec.to_builtins(sampling)
+    limit = overrides.pop("max_tokens", request.max_tokens)
+    if limit is not None and max_model_len is not None:
+        limit = min(limit, max_model_len)
+    if limit == request.max_tokens and not overrides:
+        return request
+    asked = {**request.sampling, "max_tokens": request.max_tokens}
+    wanted = {**overrides, "max_tokens": limit}
+    notes = [
+        f"{name}: {value} instead of {asked.get(name)}"
+        for name, value in wanted.items()
+        if asked.get(name) != value
+    ]
+    return msgspec.structs.replace(
+        request,
+        sampling={**request.sampling, **overrides},
+        max_tokens=limit,
+        notes=[*request.notes, *notes],
+    )
+
+
+def sent_sampling(request: ModelRequest) -> dict[str, Any]:
+    """The sampling parameters that the engine is sent, for the record."""
+    if request.max_tokens is None:
+        return request.sampling
+    return {**request.sampling, "max_tokens": request.max_tokens}
+
+
+def inflated(data: bytes, encoding: str, limit: int) -> bytes:
+    """Decompress a request body. Raises RefusedError when it is not what it says or grows too big."""
+    window = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}.get(encoding)
+    if window is None:
+        raise RefusedError(_invalid(f"content-encoding {encoding!r} is not supported"))
+    inflater = zlib.decompressobj(window)
+    try:
+        whole = inflater.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise RefusedError(_invalid(f"the body is not {encoding}: {error}")) from error
+    if len(whole) > limit:
+        raise RefusedError(_too_large(limit))
+    if not inflater.eof:
+        raise RefusedError(_invalid(f"the {encoding} body is cut short"))
+    return whole
+
+
+def _invalid(message: str) -> ErrorKind:
+    return ErrorKind(status=400, code="invalid_request", message=message)
+
+
+def _too_large(limit: int) -> ErrorKind:
+    message = f"the body is larger than {limit} bytes"
+    return ErrorKind(status=413, code="too_large", message=message)
