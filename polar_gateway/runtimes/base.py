@@ -1,7 +1,8 @@
 """What a runtime is: an isolated place with a file system in which commands run and can be killed."""
 
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,6 +10,10 @@ import msgspec
 
 from evaluators.base import ExecResult
 from polar_gateway.protocol import RuntimeSpec
+
+ServeSocket = Callable[[socket.socket], Awaitable[Callable[[], None]]]
+"""Answers model calls on a listening socket, besides the model listener's own, until the returned
+function is called; the socket stays its giver's to close."""
 
 
 class PackMount(msgspec.Struct, kw_only=True, frozen=True):
@@ -34,6 +39,11 @@ class RuntimeRequest(msgspec.Struct, kw_only=True, frozen=True):
     that needs no model (a fresh one for evaluation)."""
     purpose: str = "agent"
     """"agent" or "eval"."""
+    serve_socket: ServeSocket | None = None
+    """How a runtime with a network of its own gets the model answered inside it; needed by those
+    unless `model_port` is None."""
+    mount_roots: tuple[Path, ...] = ()
+    """Folders of the gateway's host below which `spec.kwargs` may mount; empty: none."""
 
 
 class RuntimeUnavailableError(Exception):
@@ -51,6 +61,16 @@ class Runtime(ABC):
         self.request = request
         self.notes: list[str] = []
         """What was changed or could not be granted, for the session's findings."""
+
+    @classmethod
+    async def unavailable(cls) -> str | None:
+        """None where this runtime can run, else what is missing, in words."""
+        return None
+
+    @classmethod
+    async def reap_orphans(cls, owner: str) -> int:
+        """Remove what earlier, killed processes of the node `owner` left behind; return how many."""
+        return 0
 
     @abstractmethod
     async def start(self) -> None: ...

@@ -1,0 +1,164 @@
+"""Trees travel between the gateway and a runtime as tar archives; those that come out are hostile.
+
+What is unpacked here was written by an agent: it may hold links out of the tree, chains of links that
+defeat a check, devices, or be endless. So links are made last, when nothing is written any more that
+could go through one, and only if their text alone shows that they stay inside; the standard library's
+`data` filter, which follows links to judge them, decides about the rest.
+"""
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+MAX_BYTES = 4 << 30
+"""Bytes of one archive that may come out of a runtime."""
+
+MAX_ENTRIES = 500_000
+"""Files, folders and links of one archive that may come out of a runtime."""
+
+
+class Owner(NamedTuple):
+    """Numeric user and group that uploaded files belong to."""
+
+    uid: int
+    gid: int
+
+
+def pack(source: Path, name: str, owner: Owner | None, into: IO[bytes]) -> None:
+    """Write `source`, a file or a folder with its content, as the entry `name` and below.
+
+    Links stay links, except `source` itself; sockets, pipes and devices are left out.
+    Raises FileNotFoundError when there is no `source`.
+    """
+
+    def prepared(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if entry.isdev():
+            return None
+        return _owned(entry, owner)
+
+    with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(source.resolve(strict=True), arcname=_relative(name), filter=prepared)
+
+
+def pack_content(name: str, content: bytes, mode: int, owner: Owner | None) -> IO[bytes]:
+    """An archive of one file `name` that holds `content`."""
+    entry = tarfile.TarInfo(_relative(name))
+    entry.size = len(content)
+    entry.mode = mode
+    entry.mtime = int(time.time())
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(_owned(entry, owner), io.BytesIO(content))
+    buffer.seek(0)
+    return buffer
+
+
+def unpack(archive: IO[bytes], target: Path) -> list[str]:
+    """Unpack the one file or folder in `archive` as `target`, overwriting files that exist.
+
+    Returns the entries left out because they would reach out of `target` or are no plain files.
+    Raises ValueError when the archive is empty, too large, or is itself such an entry.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=archive, mode="r:") as source:
+        top = source.next()
+        if top is None:
+            raise ValueError("the runtime sent an empty archive")
+        if top.isreg():
+            _unpack_file(source, top, target)
+            return []
+        if not top.isdir():
+            raise ValueError(f"{top.name!r} is neither a file nor a folder")
+        return _unpack_folder(source, top, target)
+
+
+def notes(source: str, left_out: list[str]) -> list[str]:
+    """What has to be said about a download of `source` that left entries out."""
+    if not left_out:
+        return []
+    examples = ", ".join(left_out[:3])
+    count = len(left_out)
+    what = f"{count} entries that point out of it or are no plain files: {examples}"
+    return [f"the download of {source} left out {what}"]
+
+
+def stays_inside(link: str, points_to: str) -> bool:
+    """Whether a link at the relative path `link` stays in the tree, whatever other links are in it.
+
+    True when the target goes up first, no higher than the tree's root, and then only down.
+    """
+    if points_to.startswith("/"):
+        return False
+    parts = [part for part in points_to.split("/") if part not in ("", ".")]
+    ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
+    depth = len(os.path.normpath(link).split("/")) - 1
+    return ups <= depth and ".." not in parts[ups:]
+
+
+def _unpack_folder(source: tarfile.TarFile, top: tarfile.TarInfo, target: Path) -> list[str]:
+    refused: list[str] = []
+    links: list[tarfile.TarInfo] = []
+    root = top.name.rstrip("/") + "/"
+    target.mkdir(exist_ok=True)
+    for count, entry in enumerate(source):
+        if count > MAX_ENTRIES:
+            raise ValueError(f"the folder {top.name!r} holds more than {MAX_ENTRIES} entries")
+        if not entry.name.startswith(root):
+            continue
+        entry.name = entry.name.removeprefix(root)
+        if entry.issym():
+            links.append(entry)
+            continue
+        if entry.islnk():
+            entry.linkname = entry.linkname.removeprefix(root)
+        try:
+            source.extract(entry, target, filter="data")
+        except tarfile.FilterError:
+            refused.append(entry.name)
+    for link in links:
+        if stays_inside(link.name, link.linkname):
+            source.extract(link, target, filter="fully_trusted")
+        else:
+            refused.append(link.name)
+    return refused
+
+
+def _unpack_file(source: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> None:
+    if target.is_dir():
+        raise ValueError(f"{entry.name!r} is a file, but {target} is a folder")
+    if target.is_symlink():
+        target.unlink()
+    entry.name = target.name
+    source.extract(entry, target.parent, filter="data")
+
+
+class Bounded:
+    """Hands chunks to `write` and raises ValueError once they are more than `limit` bytes."""
+
+    def __init__(self, write: Callable[[bytes], object], what: str, limit: int = MAX_BYTES) -> None:
+        self._write = write
+        self._what = what
+        self._limit = limit
+        self._left = limit
+
+    def __call__(self, chunk: bytes) -> None:
+        self._left -= len(chunk)
+        if self._left < 0:
+            raise ValueError(f"{self._what} is larger than {self._limit} bytes")
+        self._write(chunk)
+
+
+def _relative(name: str) -> str:
+    """`name` as archives spell it: normalised, without the leading slash."""
+    return os.path.normpath(name).lstrip("/") or "."
+
+
+def _owned(entry: tarfile.TarInfo, owner: Owner | None) -> tarfile.TarInfo:
+    if owner is not None:
+        entry.uid, entry.gid = owner
+        entry.uname = entry.gname = ""
+    return entry
