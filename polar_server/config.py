@@ -10,6 +10,21 @@ import yaml
 from polar_gateway.config import GatewayConfig
 
 
+def state_dir() -> Path:
+    """Where services keep their state for this user unless told otherwise."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "polar"
+
+
+ASYNC_DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+
+
+class RetryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How often a session is tried when the infrastructure fails it."""
+
+    max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 2
+    """Attempts in all; a graded, failed or timed out agent is never tried again."""
+
+
 class RolloutConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The rollout server."""
 
@@ -29,10 +44,47 @@ class RolloutConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     None: below `data_dir`."""
     open_submit: bool = False
     """Let submit and poll go without a token; only where no runtime shares the host's network."""
+    retry: RetryConfig = msgspec.field(default_factory=RetryConfig)
+    dispatch_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """How long a node may take to answer one dispatch or cancellation."""
     dispatch_poll_interval_seconds: float = 1.0
     """Accepted for old topology files; dispatch is driven by events."""
-    callback_grace_seconds: float = 120.0
-    """Accepted for old topology files; results are delivered until acknowledged."""
+    callback_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """How long a trainer's receiver may stay silent during one delivery."""
+    callback_retry_seconds: Annotated[float, msgspec.Meta(gt=0)] = 0.5
+    """The pause before a callback's second try; it doubles with every further one, up to 5 min."""
+    callback_give_up_seconds: Annotated[float, msgspec.Meta(gt=0)] = 86400.0
+    """How long a callback is tried for."""
+    callback_grace_seconds: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    """How long a node may take to report a session that it was told to cancel; past it the server
+    ends the session itself."""
+
+    @property
+    def data_path(self) -> Path:
+        return self.data_dir or state_dir() / "server"
+
+    @property
+    def results_path(self) -> Path:
+        return self.save_dir or self.data_path / "results"
+
+    @property
+    def token_path(self) -> Path:
+        return self.token_file or self.data_path / "token"
+
+    @property
+    def sqlalchemy_url(self) -> str:
+        """`database_url` with an asynchronous driver."""
+        url = self.database_url or f"sqlite:///{self.data_path / 'polar.db'}"
+        scheme, colon, rest = url.partition("://")
+        return ASYNC_DRIVERS.get(scheme, scheme) + colon + rest
+
+    @property
+    def reachable_url(self) -> str:
+        """Where nodes and people reach the server; meaningful once `port` is not 0."""
+        if self.public_url:
+            return self.public_url.rstrip("/")
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
 
 
 class Topology(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,8 @@ import msgspec
 from builders.base import StrategySpec
 from evaluators.base import EvaluatorSpec
 from harness_adapters.base import AgentSpec
-from polar_gateway.protocol import Id, RuntimeSpec, Sampling, agent_timeout
+from polar_gateway.errors import Failure
+from polar_gateway.protocol import Id, RuntimeSpec, Sampling, Verdict, agent_timeout
 
 
 class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +57,8 @@ class SessionView(msgspec.Struct, kw_only=True):
     completion_count: int = 0
     reward: float | None = None
     error: str | None = None
+    verdict: Verdict | None = None
+    failure: Failure | None = None
 
 
 class TaskStatus(msgspec.Struct, kw_only=True):

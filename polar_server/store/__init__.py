@@ -1,0 +1,1 @@
+"""The server's hard state: tasks, sessions, attempts, nodes and undelivered callbacks, in SQL."""

@@ -1,0 +1,105 @@
+"""The loop that tells trainers of tasks that have ended, until they acknowledge it.
+
+A callback is a row, written in the transaction that ended its task. Its id is the same on every
+try, so that a receiver can tell a repetition; 2xx is an acknowledgement and 410 a farewell.
+Redirects are not followed: a body of trajectories goes where the task said and nowhere else.
+"""
+
+import logging
+import random
+import time
+
+import aiohttp
+import anyio.abc
+import anyio.to_thread
+from starlette.concurrency import iterate_in_threadpool
+
+from polar_gateway.results import ResultStore, splice, spliced_length
+from polar_server import documents
+from polar_server.loops import Loop
+from polar_server.store.queries import Store
+from polar_server.store.records import Callback
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 16
+LONGEST_PAUSE_SECONDS = 300.0
+GONE = 410
+
+
+def pause_seconds(tries: int, first: float) -> float:
+    """The wait after that many failed tries: it doubles, up to LONGEST_PAUSE_SECONDS."""
+    return min(LONGEST_PAUSE_SECONDS, first * 2.0 ** min(tries - 1, 32))
+
+
+class Outbox(Loop):
+    """Woken when a task may have ended."""
+
+    def __init__(
+        self,
+        store: Store,
+        results: ResultStore,
+        http: aiohttp.ClientSession,
+        *,
+        timeout_seconds: float,
+        retry_seconds: float,
+        give_up_seconds: float,
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._results = results
+        self._http = http
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=timeout_seconds, sock_read=timeout_seconds
+        )
+        self._retry_seconds = retry_seconds
+        self._give_up_seconds = give_up_seconds
+
+    async def step(self, group: anyio.abc.TaskGroup) -> float | None:
+        if len(self._busy) >= AT_ONCE:
+            return None  # the next one to finish wakes the loop
+        for callback in await self._store.due_callbacks(
+            time.time(), busy=self._busy, limit=AT_ONCE - len(self._busy)
+        ):
+            self.start(group, callback.callback_id, self._deliver, callback)
+        return await self._store.next_callback_at(busy=self._busy)
+
+    async def _deliver(self, callback: Callback) -> None:
+        problem, gone = await self._post(callback)
+        now = time.time()
+        if problem is None:
+            await self._store.callback_delivered(callback.callback_id, now)
+            return
+        tries = callback.tries + 1
+        extra = {"callback_id": callback.callback_id, "run": callback.run}
+        if gone or now - callback.created_at >= self._give_up_seconds:
+            logger.error("callback to %s given up: %s", callback.url, problem, extra=extra)
+            await self._store.callback_given_up(callback.callback_id, problem, now)
+            return
+        pause = pause_seconds(tries, self._retry_seconds) * random.uniform(0.8, 1.2)
+        logger.warning("callback to %s failed: %s; again in %.1f s", callback.url, problem, pause, extra=extra)
+        await self._store.callback_failed(callback.callback_id, problem, now + pause)
+
+    async def _post(self, callback: Callback) -> tuple[str | None, bool]:
+        """Deliver once; returns what went wrong, and whether the receiver wants no more of it."""
+        task, sessions = await self._store.run(callback.run)
+        parts = documents.task_result(task, sessions, self._results)
+        try:
+            length = await anyio.to_thread.run_sync(spliced_length, parts)
+            async with self._http.post(
+                callback.url,
+                data=iterate_in_threadpool(splice(parts)),
+                headers={
+                    "content-type": "application/json",
+                    "content-length": str(length),
+                    "webhook-id": callback.callback_id,
+                    "webhook-timestamp": str(int(time.time())),
+                },
+                timeout=self._timeout,
+                allow_redirects=False,
+            ) as response:
+                if 200 <= response.status < 300:
+                    return None, False
+                return f"the receiver answered {response.status}", response.status == GONE
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return str(error) or type(error).__name__, False

@@ -1,0 +1,65 @@
+"""The loop that brings sessions to nodes and notices nodes that went."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import anyio.abc
+
+from polar_server import nodes
+from polar_server.dispatch import Dispatcher
+from polar_server.loops import LONGEST_WAIT_SECONDS, Loop
+from polar_server.nodes import Progress
+from polar_server.store.queries import Store
+from polar_server.store.records import Outgoing
+
+logger = logging.getLogger(__name__)
+
+SLEPT_SECONDS = 5.0
+
+
+class Scheduler(Loop):
+    """Woken by submissions, results, registrations, heartbeats and cancellations."""
+
+    def __init__(
+        self,
+        store: Store,
+        dispatcher: Dispatcher,
+        progress: Progress,
+        *,
+        cancel_grace_seconds: float,
+        sessions_may_have_ended: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._dispatcher = dispatcher
+        self._progress = progress
+        self._cancel_grace_seconds = cancel_grace_seconds
+        self._sessions_may_have_ended = sessions_may_have_ended
+        self._stepped_at = self.listening_since = time.time()
+        """Since when nodes could be heard; their silence before says nothing about them."""
+
+    async def step(self, group: anyio.abc.TaskGroup) -> float | None:
+        now = time.time()
+        if now - self._stepped_at > LONGEST_WAIT_SECONDS + SLEPT_SECONDS:
+            logger.warning("the server was stopped for %.0f s", now - self._stepped_at)
+            self.listening_since = now
+        self._stepped_at = now
+        lost = await self._store.lose(self._progress.reported, now, self.listening_since)
+        overdue = await self._store.end_unreported_cancellations(
+            now - self._cancel_grace_seconds, now
+        )
+        if lost or overdue:
+            logger.warning("%d attempts lost, %d cancelled without a report", lost, overdue)
+            self._sessions_may_have_ended()
+        await self._store.place(now, self.listening_since)
+        for outgoing in await self._store.outgoing():
+            self.start(group, f"{outgoing.status} {outgoing.attempt_id}", self._tell, outgoing)
+        known = (await self._store.nodes()).values()
+        due_at = nodes.next_due(known, now, self.listening_since)
+        grace_ends = now + self._cancel_grace_seconds
+        return grace_ends if due_at is None else min(due_at, grace_ends)
+
+    async def _tell(self, outgoing: Outgoing) -> None:
+        await self._dispatcher.tell(outgoing)
+        self._sessions_may_have_ended()
