@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from polar_gateway.dialects import messages as shared
-from polar_gateway.dialects.messages import Conversation, Treatment, note, objects, string
+from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
 from polar_gateway.dialects.sse import event, json_bytes
 from polar_gateway.dialects.turn import (
     Block,
@@ -96,8 +96,7 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
     }
     if body.get("stop_sequences"):
         sampling["stop"] = body["stop_sequences"]
-    thinking = body.get("thinking")
-    disabled = isinstance(thinking, dict) and thinking.get("type") == "disabled"
+    disabled = mapping(body.get("thinking"), "thinking").get("type") == "disabled"
     tools = _tools(body.get("tools"), notes)
     tool_choice, parallel = _tool_choice(body.get("tool_choice"), tools, notes)
     return ModelRequest(
@@ -106,7 +105,7 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        max_tokens=body.get("max_tokens"),
+        max_tokens=shared.count(body.get("max_tokens"), "max_tokens"),
         sampling=sampling,
         template_kwargs={"enable_thinking": False} if disabled else {},
         stream=bool(body.get("stream")),
@@ -269,9 +268,9 @@ def _document_text(block: dict[str, Any], field: str) -> str:
 
 def _spell_input(value: Any) -> str:
     """A tool input as argument text, undoing how `answer` had to wrap what is no JSON object."""
-    match value:
-        case {"__unparsedToolInput": {"raw": str(raw)}} if len(value) == 1:
-            return raw
+    wrapped = value.get(_UNPARSED) if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(wrapped, dict) and isinstance(wrapped.get("raw"), str):
+        return str(wrapped["raw"])
     return shared.compact_json({} if value is None else value)
 
 
@@ -290,10 +289,9 @@ def _tools(tools: Any, notes: list[str]) -> list[dict[str, Any]] | None:
 
 
 def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None, notes: list[str]) -> tuple[Any, bool | None]:
-    if choice is None:
+    choice = mapping(choice, "tool_choice")
+    if not choice:
         return None, None
-    if not isinstance(choice, dict):
-        raise UnsupportedRequestError("tool_choice", "must be an object")
     if tools is None:
         note(notes, "tool_choice without tools ignored")
         return None, None

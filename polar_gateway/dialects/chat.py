@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polar_gateway.dialects import messages as shared
-from polar_gateway.dialects.messages import Conversation, Treatment, note, objects, string
+from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
 from polar_gateway.dialects.openai import error_body, error_status, models_body
 from polar_gateway.dialects.sse import DONE, json_bytes
 from polar_gateway.dialects.turn import (
@@ -122,25 +122,25 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
         if tool_choice not in (None, "auto", "none"):
             note(notes, "tool_choice without tools ignored")
         tool_choice = parallel = None
-    template_kwargs = dict(body.get("chat_template_kwargs") or {})
+    template_kwargs = dict(mapping(body.get("chat_template_kwargs"), "chat_template_kwargs"))
     effort = body.get("reasoning_effort")
     if effort == "none":
         template_kwargs["enable_thinking"] = False
     elif effort is not None:
         note(notes, "reasoning_effort ignored")
-    limit = body.get("max_completion_tokens")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
         model=shared.model_name(body),
         messages=conversation.finish(),
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        max_tokens=limit if limit is not None else body.get("max_tokens"),
+        max_tokens=shared.count(body.get(limit), limit),
         sampling={field: body[field] for field in _SAMPLING if body.get(field) is not None},
         response_format=body.get("response_format"),
         template_kwargs=template_kwargs,
         stream=bool(body.get("stream")),
-        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        include_usage=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
         notes=notes,
     )
 

@@ -1,9 +1,8 @@
 """What the dialects share when they read a request: fields, content, and the folding of roles.
 
-The message list that comes out must grow at its end only when the harness's own history does,
-because a prompt whose earlier part changes cannot be merged with the record of the turn before it.
-Every rule here looks backwards: a message never depends on what follows it, except that texts may
-still be appended to the last one.
+While a harness's history grows at its end only, so must the message list that comes out, because a
+prompt whose earlier part changes cannot be merged with the record of the turn before it. A message
+therefore never depends on the messages after it, except that text may be appended to the last one.
 """
 
 import json
@@ -68,6 +67,22 @@ def string(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise UnsupportedRequestError(field, "must be a string")
     return value
+
+
+def mapping(value: Any, field: str) -> dict[str, Any]:
+    """`value` as a JSON object, None as the empty one; raises UnsupportedRequestError otherwise."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UnsupportedRequestError(field, "must be an object")
+    return value
+
+
+def count(value: Any, field: str) -> int | None:
+    """`value` as a number of tokens or None; raises UnsupportedRequestError otherwise."""
+    if value is None or type(value) is int:
+        return value
+    raise UnsupportedRequestError(field, "must be an integer")
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -222,6 +237,8 @@ class Conversation:
         return not self._reminders and bool(self._messages) and self._messages[-1]["role"] == "assistant"
 
     def finish(self) -> list[dict[str, Any]]:
+        if self.ends_with_assistant:
+            note(self.notes, "the last message is the assistant's: answered anew, not continued")
         self._flush()
         if not self._head:
             return self._messages

@@ -9,7 +9,7 @@ import msgspec
 
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects import openai
-from polar_gateway.dialects.messages import Conversation, Treatment, note, objects, string
+from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
 from polar_gateway.dialects.openai import error_body, error_status, models_body
 from polar_gateway.dialects.sse import json_bytes
 from polar_gateway.dialects.turn import (
@@ -114,7 +114,7 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
 
     tool_choice, parallel = tools.choice(body.get("tool_choice")), body.get("parallel_tool_calls")
     template_kwargs = {}
-    effort = _object(body.get("reasoning"), "reasoning").get("effort")
+    effort = mapping(body.get("reasoning"), "reasoning").get("effort")
     if effort == "none":
         template_kwargs["enable_thinking"] = False
     elif effort is not None:
@@ -125,24 +125,16 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
         tools=tools.functions or None,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel if tools.functions else None,
-        max_tokens=body.get("max_output_tokens"),
+        max_tokens=shared.count(body.get("max_output_tokens"), "max_output_tokens"),
         sampling={
             field: body[field] for field in ("temperature", "top_p") if body.get(field) is not None
         },
-        response_format=_response_format(_object(body.get("text"), "text"), notes),
+        response_format=_response_format(mapping(body.get("text"), "text"), notes),
         template_kwargs=template_kwargs,
         stream=bool(body.get("stream")),
         notes=notes,
         renames=tools.renames,
     )
-
-
-def _object(value: Any, field: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UnsupportedRequestError(field, "must be an object")
-    return value
 
 
 def _response_format(text: dict[str, Any], notes: list[str]) -> dict[str, Any] | None:
@@ -238,7 +230,7 @@ def _function(tool: dict[str, Any], kind: Any, engine_name: str, field: str) -> 
     if kind == "local_shell":
         return shared.function_tool(engine_name, "Run a command.", _LOCAL_SHELL_PARAMETERS)
     if kind == "custom":
-        grammar = _object(tool.get("format"), f"{field}.format")
+        grammar = mapping(tool.get("format"), f"{field}.format")
         if grammar.get("type") == "grammar":
             # The engine is not held to the grammar, so the model must at least be told of it.
             syntax, definition = grammar.get("syntax"), grammar.get("definition")
@@ -358,7 +350,7 @@ def _seal(text: str) -> str:
 def _call(item: dict[str, Any], kind: str, field: str, tools: _Tools) -> dict[str, Any]:
     call_id = string(item.get("call_id") or item.get("id"), f"{field}.call_id")
     if kind == "local_shell_call":
-        action = _object(item.get("action"), f"{field}.action")
+        action = mapping(item.get("action"), f"{field}.action")
         arguments = {key: action[key] for key in _LOCAL_SHELL_FIELDS if action.get(key) is not None}
         return shared.tool_call(call_id, "local_shell", shared.compact_json(arguments))
     plain = string(item.get("name"), f"{field}.name")
@@ -535,6 +527,7 @@ class _Streamer:
         self._sequence = -1
         self._index = -1
         self._start = BlockStart(kind="text")
+        self._rename: dict[str, Any] = {}
         self._texts: list[str] = []
         self._in_progress = b'"response":%b' % json_bytes(
             _response(request, completion_id, created, "in_progress", [])
@@ -568,22 +561,21 @@ class _Streamer:
     def _open_item(self, start: BlockStart) -> bytes:
         self._index += 1
         self._start = start
+        self._rename = self._request.renames.get(start.name, {})
         self._texts = []
         item = self._item("in_progress")
         self._at = b'"item_id":%b,"output_index":%d,' % (json_bytes(item["id"]), self._index)
         if start.kind == "reasoning":
             item["summary"], item["encrypted_content"] = [], ""
             part = b'"summary_index":0,"part":{"type":"summary_text","text":""}'
-            opened = self._added(item) + self._event(
+            return self._added(item) + self._event(
                 b"response.reasoning_summary_part.added", self._at + part
             )
-        elif start.kind == "text":
+        if start.kind == "text":
             item["content"] = []
             part = b'"content_index":0,"part":{"type":"output_text","text":"","annotations":[],"logprobs":[]}'
-            opened = self._added(item) + self._event(b"response.content_part.added", self._at + part)
-        else:
-            opened = self._added(item)
-        return opened
+            return self._added(item) + self._event(b"response.content_part.added", self._at + part)
+        return self._added(item)
 
     def _item(self, status: str) -> dict[str, Any]:
         """The open item with what has come of it so far."""
@@ -613,14 +605,11 @@ class _Streamer:
                 fields = b'%b"content_index":0,"delta":%b,"logprobs":[]' % (self._at, quoted)
                 return self._event(b"response.output_text.delta", fields)
             case "call":
-                if self._start.name in self._request.renames and self._rename_type() != "function":
+                if self._rename.get("type", "function") != "function":
                     # A custom tool's input is inside the arguments: it goes out whole at their end.
                     return b""
                 fields = b'%b"delta":%b' % (self._at, quoted)
                 return self._event(b"response.function_call_arguments.delta", fields)
-
-    def _rename_type(self) -> str:
-        return str(self._request.renames[self._start.name]["type"])
 
     def _close_item(self) -> bytes:
         item = self._item("completed")

@@ -1,0 +1,77 @@
+import pytest
+
+from polar_gateway.dialects import api_key, route
+
+CALLS = {
+    "/messages": "anthropic",
+    "/responses": "responses",
+    "/chat/completions": "chat",
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1", "/s/abc/v1", "/any/where"])
+@pytest.mark.parametrize("path", CALLS)
+def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
+    found = route("POST", prefix + path, {})
+    assert found is not None
+    assert (found.dialect.name, found.kind, found.fields) == (CALLS[path], "call", {})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "expected"),
+    [
+        ("POST", "/v1/messages/count_tokens", {}, ("anthropic", "count_tokens")),
+        ("POST", "/v1/responses/input_tokens", {}, ("responses", "count_tokens")),
+        ("GET", "/v1/models", {}, ("chat", "models")),
+        ("GET", "/v1/models", {"anthropic-version": "2023-06-01"}, ("anthropic", "models")),
+        ("HEAD", "/", {}, ("chat", "probe")),
+        ("HEAD", "/", {"anthropic-version": "2023-06-01"}, ("anthropic", "probe")),
+        ("GET", "/", {}, ("chat", "probe")),
+        ("HEAD", "/api/hello", {}, ("anthropic", "probe")),
+        ("GET", "/prefix/api/hello", {}, ("anthropic", "probe")),
+        ("GET", "/v1/responses", {"upgrade": "websocket"}, ("responses", "websocket")),
+        ("POST", "/v1/chat/completions/", {}, ("chat", "call")),
+    ],
+)
+def test_an_auxiliary_request_is_told_from_a_model_call(
+    method: str, path: str, headers: dict[str, str], expected: tuple[str, str]
+) -> None:
+    found = route(method, path, headers)
+    assert found is not None
+    assert (found.dialect.name, found.kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/responses/compact"),
+        ("GET", "/v1/messages"),
+        ("DELETE", "/v1/responses"),
+        ("POST", "/"),
+        ("GET", "/sessions"),
+    ],
+)
+def test_anything_else_is_no_dialects(method: str, path: str) -> None:
+    assert route(method, path, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "query", "key"),
+    [
+        ({"authorization": "Bearer sk-1"}, {}, "sk-1"),
+        ({"authorization": "bearer  sk-1 "}, {}, "sk-1"),
+        ({"x-api-key": "sk-2"}, {}, "sk-2"),
+        ({"x-goog-api-key": "sk-3"}, {}, "sk-3"),
+        ({}, {"key": "sk-4"}, "sk-4"),
+        ({"authorization": "Bearer sk-1", "x-api-key": "sk-2"}, {"key": "sk-4"}, "sk-1"),
+        ({"authorization": "Bearer ", "x-api-key": "sk-2"}, {}, "sk-2"),
+        ({"authorization": "Basic c2s="}, {}, None),
+        ({}, {}, None),
+        ({"x-api-key": ""}, {"key": ""}, None),
+    ],
+)
+def test_the_key_is_taken_from_wherever_a_provider_puts_it(
+    headers: dict[str, str], query: dict[str, str], key: str | None
+) -> None:
+    assert api_key(headers, query) == key

@@ -1,0 +1,58 @@
+"""Recorded traffic of real harnesses: `<harness>/<scenario>.json.xz`, a list of exchanges in order
+of arrival. Long texts were replaced by invented words of the same length; structure, ids, sizes,
+equalities and prefixes are as they were.
+"""
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent
+
+
+class Exchange(NamedTuple):
+    """One request of a harness and what it was answered."""
+
+    harness: str
+    scenario: str
+    index: int
+    label: str
+    """The chain it belongs to and its place there, as the recorder saw it: main0, sub1, ..."""
+    request: dict[str, Any]
+    """method, path, query, headers (lower-case), body (parsed)."""
+    response: dict[str, Any]
+    """status, headers, and body or sse."""
+    cut: bool
+    """The connection broke before the answer's end."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.harness}/{self.scenario}/{self.index}"
+
+    @property
+    def chain(self) -> str:
+        """Tells apart the conversations of one recording."""
+        headers = self.request["headers"]
+        return headers.get("x-claude-code-agent-id") or headers.get("thread-id") or ""
+
+
+def load(harness: str, scenario: str) -> list[Exchange]:
+    raw = json.loads(lzma.decompress((FOLDER / harness / f"{scenario}.json.xz").read_bytes()))
+    return [
+        Exchange(
+            harness,
+            scenario,
+            index,
+            entry["label"],
+            entry["request"],
+            entry["response"],
+            bool(entry["client_disconnected"]),
+        )
+        for index, entry in enumerate(raw)
+    ]
+
+
+def recordings() -> list[tuple[str, str]]:
+    """Every (harness, scenario) there is."""
+    return sorted((path.parent.name, path.name.removesuffix(".json.xz")) for path in FOLDER.glob("*/*.xz"))
