@@ -199,7 +199,9 @@ def _task_path(task_id: str) -> str:
     return f"/rollout/task/{quote(task_id, safe='')}"
 
 
-def find_token(token_file: Path | None) -> str | None:
+def find_token(token_file: Path | None = None) -> str | None:
+    """The token in `token_file`, else POLAR_TOKEN, else the one in the file that POLAR_TOKEN_FILE
+    names. Raises RolloutError when a file that is named cannot be read."""
     if token_file is None:
         if token := os.environ.get("POLAR_TOKEN"):
             return token

@@ -73,7 +73,7 @@ def main() -> None:
         if os.environ.get("POLAR_DEBUG"):
             raise
         for cause in _causes(error):
-            click.echo(f"polar: {str(cause) or type(cause).__name__}", err=True)
+            click.echo(f"polar: {_sentence(cause)}", err=True)
         sys.exit(_exit_status(error))
 
 
@@ -84,6 +84,16 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             yield from _causes(inner)
     else:
         yield error
+
+
+def _sentence(cause: BaseException) -> str:
+    from polar_client.client import RolloutError
+
+    if isinstance(cause, RolloutError) and cause.status == 401:
+        return f"{cause} (--token-file, POLAR_TOKEN_FILE or POLAR_TOKEN)"
+    if isinstance(cause, OSError) and cause.strerror and cause.filename is None:
+        return cause.strerror
+    return str(cause) or type(cause).__name__
 
 
 def _exit_status(error: Exception) -> int:

@@ -12,10 +12,10 @@ import click
 
 if TYPE_CHECKING:
     import anyio.abc
-    from polar_server.app import ServerAddress
 
     from polar_gateway.app import NodeAddress
     from polar_gateway.config import GatewayConfig, NodeConfig
+    from polar_server.app import ServerAddress
     from polar_server.config import RolloutConfig
 
 UP_HEARTBEAT_SECONDS = 1.0
@@ -156,7 +156,9 @@ def gateway(
     node = _choose(topology.gateway, node_id)
     if data_dir is not None:
         node = replace(node, data_dir=data_dir)
-    token = find_token(token_file or topology.rollout.token_file)
+    token = find_token(token_file)
+    if token is None and topology.rollout.token_path.exists():
+        token = find_token(topology.rollout.token_path)
     if token is None:
         raise ConfigError(
             "a node needs its server's token: --token-file, POLAR_TOKEN_FILE, POLAR_TOKEN or"
@@ -319,9 +321,7 @@ def _announce(as_json: bool, facts: dict[str, object], said: str) -> None:
 
 def _log(verbose: bool) -> None:
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if not verbose:
-        for name in ("httpx2", "httpcore2"):  # they tell of every request
-            logging.getLogger(name).setLevel(logging.WARNING)
+    for package in ("polar_server", "polar_gateway", "harness_adapters", "builders", "evaluators"):
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -102,7 +102,7 @@ def session_table(sessions: list[SessionView]) -> Table:
     return table
 
 
-def overview(status: RolloutStatus) -> list[Table]:
+def overview(status: RolloutStatus) -> list[RenderableType]:
     """The nodes and the tasks of a server."""
     nodes = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("node", "where", "state", "running", "harnesses", "runtimes"):
@@ -121,9 +121,12 @@ def overview(status: RolloutStatus) -> list[Table]:
     tasks = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("task", "status"):
         tasks.add_column(heading)
-    for task_id, state in status.tasks.items():
-        tasks.add_row(task_id, state)
-    return [nodes, tasks]
+    for task_id, task_state in status.tasks.items():
+        tasks.add_row(task_id, task_state)
+    return [
+        nodes if status.nodes else "no node has registered",
+        tasks if status.tasks else "no tasks",
+    ]
 
 
 class Progress:

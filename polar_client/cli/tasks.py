@@ -18,7 +18,12 @@ class TaskFileError(Exception):
 def connection_options(command: Any) -> Any:
     """--url, --token-file and --config: where the server is, and how to be let in."""
     for option in (
-        click.option("--url", envvar="POLAR_URL", help="The server's address [http://127.0.0.1:8080]."),
+        click.option(
+            "--url",
+            "--rollout-url",
+            envvar="POLAR_URL",
+            help="The server's address [http://127.0.0.1:8080].",
+        ),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path, dir_okay=False),
@@ -143,7 +148,7 @@ async def _status(
             if as_json:
                 _print(server)
             else:
-                Console().print(*overview(server), sep="\n\n")
+                Console().print(*overview(server), sep="\n")
             return
         if as_json:
             _print(await client.status(task_id))
@@ -177,15 +182,17 @@ async def _follow(client: "RolloutClient", task_id: str, label: str) -> "TaskSta
 
 
 def _client(url: str | None, token_file: Path | None, config: Path | None) -> "RolloutClient":
-    from polar_client.client import RolloutClient
+    from polar_client.client import RolloutClient, find_token
+    from polar_server.config import load_topology
 
-    if config is not None:
-        from polar_server.config import load_topology
-
+    token = find_token(token_file)
+    if url is None or config is not None:
         rollout = load_topology(config).rollout
-        url = url or rollout.public_url or f"http://127.0.0.1:{rollout.port}"
-        token_file = token_file or rollout.token_file
-    return RolloutClient(url, token_file=token_file)
+        url = url or rollout.reachable_url
+        # A server's own token is for that server alone, never for whatever --url names.
+        if token is None and rollout.token_path.exists():
+            token = find_token(rollout.token_path)
+    return RolloutClient(url, token=token)
 
 
 def _complete(task: "TaskStatus") -> bool:
