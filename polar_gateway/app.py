@@ -1,16 +1,14 @@
 """A gateway as a process serves it: the node and its control listener."""
 
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import msgspec
-import uvicorn
 
 from polar_gateway.api import control_app
 from polar_gateway.config import NodeConfig
+from polar_gateway.model_listener import ModelListener
 from polar_gateway.node import Node, open_node
 
 
@@ -23,22 +21,6 @@ class NodeAddress(msgspec.Struct, kw_only=True, frozen=True):
     runtimes: list[str]
     harnesses: list[str]
     engine: str
-
-
-class ControlServer(uvicorn.Server):
-    """Says when it listens; leaves signals to the process's entry point, which may run more."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = anyio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(
@@ -64,37 +46,16 @@ async def serve(
         heartbeat_interval=heartbeat_interval,
         patience=patience,
     ) as (node, report):
-        listening = _listen(config)
-        public_url = config.public_url or _url(config.host, listening.getsockname()[1])
-        server = ControlServer(
-            uvicorn.Config(
-                control_app(node, token),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=5,
-            )
-        )
-        async with anyio.create_task_group() as group:
-            group.start_soon(server.serve, [listening])
+        async with ModelListener(control_app(node, token), config.host, config.port) as control:
+            public_url = config.public_url or _url(config.host, control.port)
+            report(public_url)
+            if started is not None:
+                started(_address(node, public_url))
             try:
-                await server.listening.wait()
-                report(public_url)
-                if started is not None:
-                    started(_address(node, public_url))
                 await anyio.sleep_forever()
             finally:
                 with anyio.CancelScope(shield=True):
                     await node.close()
-                server.should_exit = True
-
-
-def _listen(config: NodeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((config.host, config.port))
-    return listening
 
 
 def _url(host: str, port: int) -> str:

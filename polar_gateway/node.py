@@ -313,18 +313,18 @@ async def probe_engine(engine: Engine, base_url: str, patience: float) -> Engine
     while True:
         try:
             probe = await engine.probe()
-            break
         except EngineError as error:
             if anyio.current_time() > deadline:
                 raise NodeStartError(
                     f"the engine at {base_url} did not answer within {patience:g} s: {error}"
                 ) from error
             await anyio.sleep(0.5)
-    if probe.problems:
-        raise NodeStartError(
-            f"the engine at {base_url} cannot be trained on: " + "; ".join(probe.problems)
-        )
-    return probe
+            continue
+        if probe.problems:
+            raise NodeStartError(
+                f"the engine at {base_url} cannot be trained on: " + "; ".join(probe.problems)
+            )
+        return probe
 
 
 async def offered_runtimes(config: NodeConfig) -> dict[str, type[Runtime]]:
@@ -375,7 +375,10 @@ async def open_node(
     Yields the node and a function that starts its reports to the server, to be called with the
     control listener's public URL once that is known. Raises NodeStartError.
     """
-    engine = open_engine(config.inference, model=config.model_served)
+    try:
+        engine = open_engine(config.inference, model=config.model_served)
+    except ValueError as error:
+        raise NodeStartError(str(error)) from error
     sessions = Sessions()
     outbox = Outbox(data_dir / "outbox")
     try:

@@ -275,6 +275,7 @@ class SessionRun:
             self._agent_env(place),
             timeout=seconds,
             artifacts_dir=self._artifacts,
+            secret=self.session.key,
         )
 
     # After the harness
@@ -323,9 +324,7 @@ class SessionRun:
         return Failure(
             boundary="harness",
             message=f"{self._adapter.name} failed: {run.end.reason or 'no reason given'}",
-            detail=(run.stderr_tail or run.stdout_tail)[-8192:].replace(
-                self.session.key, "[session key]"
-            ),
+            detail=(run.stderr_tail or run.stdout_tail)[-8192:],
         )
 
     async def _postrun(self, teardown: AsyncExitStack, failure: Failure | None) -> SessionResult:

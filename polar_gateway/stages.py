@@ -252,8 +252,12 @@ async def run_harness(
     *,
     timeout: float,
     artifacts_dir: Path,
+    secret: str,
 ) -> HarnessRun:
-    """Run the plan's command to its end or its time limit; output goes to the artifacts as it comes."""
+    """Run the plan's command to its end or its time limit; output goes to the artifacts as it comes.
+
+    `secret` is blotted out of what is reported of that output.
+    """
     with (
         (artifacts_dir / "agent.stdout.log").open("wb") as out_file,
         (artifacts_dir / "agent.stderr.log").open("wb") as err_file,
@@ -269,12 +273,13 @@ async def run_harness(
                 on_stdout=out.write,
                 on_stderr=err.write,
             )
+    stdout, stderr = (t.replace(secret.encode(), b"[session key]") for t in (out.tail, err.tail))
     timed_out = result.return_code == -1
     return HarnessRun(
         timed_out=timed_out,
-        end=None if timed_out else adapter.ended(result.return_code, out.tail, err.tail),
-        stdout_tail=out.tail.decode("utf-8", "replace"),
-        stderr_tail=err.tail.decode("utf-8", "replace"),
+        end=None if timed_out else adapter.ended(result.return_code, stdout, stderr),
+        stdout_tail=stdout.decode("utf-8", "replace"),
+        stderr_tail=stderr.decode("utf-8", "replace"),
     )
 
 
@@ -313,7 +318,7 @@ def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Traje
     with boundary("builder", f"builder {dispatch.builder.strategy}"):
         builder = builders.make(dispatch.builder)
         trajectory = builder.build(session)
-    violations = check(session, trajectory, dispatch.builder.config)
+    violations = check(session, trajectory, builder.options)
     if violations:
         raise BoundaryError(
             "builder",

@@ -1,7 +1,7 @@
 """Whether a session may be trained on, said in findings. Pure."""
 
 from collections import Counter
-from typing import Any
+from typing import Literal
 
 from builders.records import CompletionSession, Trajectory
 from polar_gateway.errors import Failure
@@ -69,13 +69,17 @@ def verdict(
         )
         for reason, tokens in sorted(left_out.items())
     ]
-    reward = (
-        "graded" if graded else "infra" if failure is not None and failure.infra else "ungraded"
-    )
+    reward: Literal["graded", "ungraded", "infra"] = "ungraded"
+    if graded:
+        reward = "graded"
+    elif failure is not None and failure.infra:
+        reward = "infra"
     return Verdict(reward=reward, tokens=_tokens(trajectory, findings), findings=findings)
 
 
-def _tokens(trajectory: Trajectory | None, findings: list[Finding]) -> Any:
+def _tokens(
+    trajectory: Trajectory | None, findings: list[Finding]
+) -> Literal["all", "prefix", "none"]:
     if trajectory is None or not any(any(t.loss_mask) for t in trajectory.traces):
         return "none"
     fatal = any(f.level == "fatal" for f in findings)

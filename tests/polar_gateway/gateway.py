@@ -32,7 +32,9 @@ def call(command: str) -> str:
 
 
 def script(*steps: str) -> Script:
-    return Script(rules=[Rule(match="mini agent", steps=[f"<think>\nHm.\n</think>\n\n{s}" for s in steps])])
+    return Script(
+        rules=[Rule(match="mini agent", steps=[f"<think>\nHm.\n</think>\n\n{s}" for s in steps])]
+    )
 
 
 THREE_TURNS = script(
@@ -112,7 +114,11 @@ class Gateway:
 
 @asynccontextmanager
 async def gateway(
-    data_dir: Path, engine_script: Script = THREE_TURNS, *, engine: ScriptedEngine | None = None, **config: Any
+    data_dir: Path,
+    engine_script: Script = THREE_TURNS,
+    *,
+    engine: ScriptedEngine | None = None,
+    **config: Any,
 ) -> AsyncIterator[Gateway]:
     async with engine or ScriptedEngine(engine_script) as behind:
         receiver = Gateway(behind, "")

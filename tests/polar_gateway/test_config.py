@@ -10,7 +10,7 @@ def test_node_ids_must_differ() -> None:
 
 
 def test_an_unknown_key_is_refused_with_its_path() -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"max_rum_workers.*nodes\[...\]"):
+    with pytest.raises(msgspec.ValidationError, match=r"max_rum_workers.*nodes\[0\]"):
         msgspec.convert({"nodes": [{"id": "a", "max_rum_workers": 2}]}, GatewayConfig)
 
 

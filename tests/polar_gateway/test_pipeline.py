@@ -90,7 +90,9 @@ async def test_a_failed_session_is_never_rewarded(tmp_path: Path) -> None:
     assert "reward_withheld" in codes(result)
 
 
-async def test_a_prepare_action_that_fails_ends_the_session_before_the_agent(tmp_path: Path) -> None:
+async def test_a_prepare_action_that_fails_ends_the_session_before_the_agent(
+    tmp_path: Path,
+) -> None:
     failing = {
         "backend": "local",
         "prepare": [{"type": "exec", "command": "echo no such repo >&2; exit 2"}],
@@ -120,7 +122,11 @@ async def test_uploads_reach_the_inside_and_only_from_permitted_folders(tmp_path
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "data.txt").write_text("payload")
-    upload = {"type": "upload_file", "source": str(shared / "data.txt"), "target": "/polar/session/d.txt"}
+    upload = {
+        "type": "upload_file",
+        "source": str(shared / "data.txt"),
+        "target": "/polar/session/d.txt",
+    }
     stolen = {**upload, "source": "/etc/hostname"}
     see = {"harness": "shell", "custom_shell": {"command": "cat $SESSION_DIR/d.txt"}}
     async with gateway(tmp_path / "node", upload_roots=[shared]) as node:

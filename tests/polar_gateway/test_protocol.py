@@ -32,7 +32,10 @@ def test_what_could_be_a_path_is_no_id(name: str) -> None:
         ({"type": "exec", "command": "x", "target": "/y"}, "takes no source or target"),
         ({"type": "upload_file", "source": "/x"}, "needs source and target"),
         ({"type": "upload_dir", "source": "/x", "target": "/y", "cwd": "/"}, "takes no command"),
-        ({"type": "upload_dir", "source": "/x", "target": "/y", "max_attempts": 2}, "attempted again"),
+        (
+            {"type": "upload_dir", "source": "/x", "target": "/y", "max_attempts": 2},
+            "attempted again",
+        ),
         ({"type": "exec", "command": "x", "max_attempts": 11}, "max_attempts"),
         ({"type": "exec", "command": "x", "surprise": 1}, "surprise"),
     ],
@@ -46,7 +49,12 @@ def test_a_prepare_action_with_the_wrong_fields_is_refused_in_words(
 
 def test_a_runtime_has_the_known_defaults() -> None:
     spec = msgspec.convert({}, RuntimeSpec)
-    assert (spec.backend, spec.network, spec.gpus, spec.allow_internet) == ("docker", "host", 0, True)
+    assert (spec.backend, spec.network, spec.gpus, spec.allow_internet) == (
+        "docker",
+        "host",
+        0,
+        True,
+    )
     assert spec.eval_prepare is None
 
 

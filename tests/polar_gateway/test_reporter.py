@@ -1,21 +1,17 @@
 """Deliveries against a real HTTP server that fails in telling ways."""
 
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import httpx2
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from harness_adapters.base import AgentSpec
-from polar_gateway.app import ControlServer
 from polar_gateway.protocol import (
     GatewayNodeInfo,
     NodeHeartbeatRequest,
@@ -24,17 +20,7 @@ from polar_gateway.protocol import (
     SessionResult,
 )
 from polar_gateway.reporter import Outbox, keep_registered
-
-
-@asynccontextmanager
-async def serve(app: Starlette) -> AsyncIterator[str]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = ControlServer(uvicorn.Config(app, log_config=None, lifespan="off"))
-    async with anyio.create_task_group() as group:
-        group.start_soon(server.serve, [listening])
-        await server.listening.wait()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
+from polar_gateway.testing.serve import serve
 
 
 def dispatch(url: str, attempt: str = "att-1") -> SessionDispatchRequest:
@@ -157,8 +143,9 @@ async def test_a_node_registers_anew_when_the_server_has_forgotten_it() -> None:
             )
             await until(lambda: server.calls.count("beat") > 1)
             server.known = False
-            await until(lambda: server.calls.count("register") == 2)
+            await until(lambda: len(stale) == 2)
             group.cancel_scope.cancel()
+    assert server.calls.count("register") == 2
     assert stale == ["stale-1", "stale-1"]
 
 

@@ -43,9 +43,9 @@ def test_a_removed_session_is_opened_by_nothing(tmp_path: Path) -> None:
 
 def test_an_id_can_be_live_only_once(tmp_path: Path) -> None:
     sessions = Sessions()
-    sessions.add(session(tmp_path))
+    sessions.add(session(tmp_path / "first"))
     with pytest.raises(KeyError, match="s1 is live already"):
-        sessions.add(session(tmp_path, key="k9"))
+        sessions.add(session(tmp_path / "second", key="k9"))
 
 
 def test_keys_are_random_and_long() -> None:

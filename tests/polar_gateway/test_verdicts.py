@@ -55,7 +55,9 @@ def test_a_call_whose_tokens_are_not_true_leaves_only_a_prefix() -> None:
 
 def test_a_trajectory_without_a_trainable_token_says_so() -> None:
     session = CompletionSession(session_id="s", completions=[completion()])
-    assert verdict(session, trajectory(mask=0), failure=None, graded=True, notes=[]).tokens == "none"
+    assert (
+        verdict(session, trajectory(mask=0), failure=None, graded=True, notes=[]).tokens == "none"
+    )
 
 
 def test_a_reward_lost_to_infrastructure_is_not_a_missing_evaluator() -> None:
