@@ -195,14 +195,14 @@ class DockerRuntime(Runtime):
         if os.geteuid() != 0:
             return "docker needs root here, to serve the model inside a container's network"
         try:
-            async with _connected():
+            async with connected():
                 return None
         except RuntimeUnavailableError as error:
             return str(error)
 
     @classmethod
     async def reap_orphans(cls, owner: str) -> int:
-        async with _connected() as docker:
+        async with connected() as docker:
             query = json.dumps({"label": [f"polar.owner={owner}"]})
             orphans = await docker.containers.list(all="1", filters=query)
             for orphan in orphans:
@@ -218,7 +218,7 @@ class DockerRuntime(Runtime):
         config = container_config(self.request, self._options, host_cpus=host_cpus)
         note = network(spec).note
         self.notes += limits_not_met(spec, host_cpus) + ([note] if note else [])
-        self._docker = await self._open.enter_async_context(_connected())
+        self._docker = await self._open.enter_async_context(connected())
         await self._have_image(spec.image)
         # A create whose answer is not awaited may still make a container that nobody knows.
         with anyio.CancelScope(shield=True):
@@ -465,7 +465,7 @@ class DockerRuntime(Runtime):
 
 
 @asynccontextmanager
-async def _connected() -> "AsyncIterator[aiodocker.Docker]":
+async def connected() -> "AsyncIterator[aiodocker.Docker]":
     """A client of the daemon at DOCKER_HOST or at its usual socket, which answered.
 
     The client's own connection limit would count every lifeline; so it gets a connector without one.
