@@ -21,6 +21,8 @@ class Link(NamedTuple):
     """Empty for the first of a chain."""
     drift: int = 0
     """Positions in which the context it saw of the turn before differs from what was sampled."""
+    ambiguous: bool = False
+    """Whether it may as well have continued another completion."""
 
 
 def trace(session: CompletionSession, builder: str, chain: list[Link], *, main: bool) -> Trace:
@@ -30,7 +32,7 @@ def trace(session: CompletionSession, builder: str, chain: list[Link], *, main: 
     loss_mask: list[int] = []
     logprobs: list[float] = []
     spans: list[dict[str, Any]] = []
-    for completion, interstitial, _ in chain:
+    for completion, interstitial, *_ in chain:
         response_ids += interstitial.tolist()
         loss_mask += [0] * len(interstitial)
         logprobs += [0.0] * len(interstitial)
@@ -56,6 +58,7 @@ def trace(session: CompletionSession, builder: str, chain: list[Link], *, main: 
             "completion_ids": [link.completion.completion_id for link in chain],
             "spans": spans,
             "context_drift": sum(link.drift for link in chain),
+            "ambiguous": sum(link.ambiguous for link in chain),
             "api_type": first.dialect,
             "model_requested": first.model_requested,
             "model_used": first.model_used,

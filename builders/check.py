@@ -16,7 +16,7 @@ import msgspec
 from builders.assemble import span
 from builders.eligible import Options, Split, split
 from builders.junctions import drift
-from builders.records import Completion, CompletionSession, Span, Trace, Trajectory
+from builders.records import Completion, CompletionSession, Ids, Span, Trace, Trajectory
 
 
 def check(session: CompletionSession, trajectory: Trajectory, options: Options) -> list[str]:
@@ -26,6 +26,10 @@ def check(session: CompletionSession, trajectory: Trajectory, options: Options) 
     """
     parts = split(session, options)
     eligible = {completion.completion_id: completion for completion in parts.eligible}
+    stats = trajectory.metadata.get("reconstruction_stats")
+    if not isinstance(stats, dict):
+        return ["metadata.reconstruction_stats is missing"]
+    ends = frozenset(stats.get("end_of_turn_ids", ()))
     wrong: list[str] = []
     if len({completion.completion_id for completion in session.completions}) != len(
         session.completions
@@ -44,13 +48,14 @@ def check(session: CompletionSession, trajectory: Trajectory, options: Options) 
                 wrong.append(f"trace {number}: {name} is trained on more than once")
             trained.add(name)
         wrong += [f"trace {number}: {what}" for what in _tokens(trace, placed)]
-        wrong += [f"trace {number}: {what}" for what in _context(trace, placed)]
+        wrong += [f"trace {number}: {what}" for what in _context(trace, placed, ends)]
+        wrong += [f"trace {number}: {what}" for what in _labels(trace, placed)]
     wrong += [
         f"{completion_id} is eligible and in no trace"
         for completion_id in eligible
         if completion_id not in trained
     ]
-    return wrong + _accounts(session, trajectory, parts)
+    return wrong + _accounts(session, trajectory, parts, stats)
 
 
 class _Run(NamedTuple):
@@ -133,7 +138,7 @@ def _masked(mask: list[int], logprobs: list[float], where: str) -> list[str]:
     return wrong
 
 
-def _context(trace: Trace, placed: list[_Run]) -> list[str]:
+def _context(trace: Trace, placed: list[_Run], ends: frozenset[int]) -> list[str]:
     """Every run stands in the context that its completion saw, drift counted."""
     wrong = []
     first = placed[0]
@@ -143,50 +148,70 @@ def _context(trace: Trace, placed: list[_Run]) -> list[str]:
     drifted = 0
     for before, run in pairwise(placed):
         name = run.completion.completion_id
-        follows = run.completion.prompt_ids
-        interstitial = trace.response_ids[before.end : run.span.start]
+        follows, sampled = run.completion.prompt_ids, before.completion.sampled_ids
         tail = follows[len(prompt) :]
-        body = len(tail) - len(interstitial)
+        cut = len(tail) - (run.span.start - before.end)
+        body, interstitial = tail[: max(cut, 0)], tail[max(cut, 0) :]
         if follows[: len(prompt)] != prompt:
-            wrong.append(
-                f"the prompt of {name} does not begin with that of the completion before it"
-            )
-        elif body < 0 or tail[body:].tolist() != interstitial:
+            wrong.append(f"the prompt of {name} does not begin with that of the call before it")
+        elif cut < 0 or interstitial.tolist() != trace.response_ids[before.end : run.span.start]:
             wrong.append(f"what stands before {name} is not what its prompt ends with")
+        elif body != sampled and not _closed_once(body, sampled, interstitial, ends):
+            wrong.append(f"the turn before {name} is not closed by exactly one end of turn")
         else:
-            drifted += drift(tail[:body], before.completion.sampled_ids)
+            drifted += drift(body, sampled)
         prompt = follows
     if trace.metadata.get("context_drift") != drifted:
-        wrong.append(
-            f"the contexts differ in {drifted} places, not in {trace.metadata.get('context_drift')}"
-        )
-    if trace.finish_reason != placed[-1].completion.finish_reason:
-        wrong.append("the finish reason is not that of the last completion")
-    if trace.tools != first.completion.tools:
-        wrong.append(f"the tools are not those of {first.completion.completion_id}")
-    if trace.metadata.get("completion_ids") != [run.completion.completion_id for run in placed]:
-        wrong.append("metadata.completion_ids does not name the completions of the spans")
+        said = trace.metadata.get("context_drift")
+        wrong.append(f"the contexts differ in {drifted} places, not in {said}")
     return wrong
 
 
-def _accounts(session: CompletionSession, trajectory: Trajectory, parts: Split) -> list[str]:
-    """The counts that the trajectory gives are those of the session."""
+def _closed_once(body: Ids, sampled: Ids, interstitial: Ids, ends: frozenset[int]) -> bool:
+    """Whether the sampled turn in the place of its canonical `body` ends where that one did."""
+    if any(end in body[:-1] for end in ends):
+        return False
+    if body and body[-1] in ends:
+        return body[-1] == sampled[-1]
+    return bool(interstitial) and interstitial[0] in ends and interstitial[0] != sampled[-1]
+
+
+def _labels(trace: Trace, placed: list[_Run]) -> list[str]:
+    """Messages, tools and names are those of the completions."""
     wrong = []
-    stats: Any = trajectory.metadata.get("reconstruction_stats")
-    if not isinstance(stats, Mapping):
-        return ["metadata.reconstruction_stats is missing"]
-    if stats.get("left_out") != parts.left_out:
-        wrong.append(f"left out are {parts.left_out}, the trajectory says {stats.get('left_out')}")
+    first, last = placed[0].completion, placed[-1].completion
+    if trace.finish_reason != last.finish_reason:
+        wrong.append(f"the finish reason is not that of {last.completion_id}")
+    if trace.tools != first.tools:
+        wrong.append(f"the tools are not those of {first.completion_id}")
+    if trace.metadata.get("completion_ids") != [run.completion.completion_id for run in placed]:
+        wrong.append("metadata.completion_ids does not name the completions of the spans")
+    if trace.prompt_messages != first.messages:
+        wrong.append(f"the prompt messages are not those of {first.completion_id}")
+    thread = iter(trace.response_messages)
+    for run in placed:
+        if run.completion.response_message not in thread:
+            wrong.append(f"the answer of {run.completion.completion_id} is not among the messages")
+            break
+    return wrong
+
+
+def _accounts(
+    session: CompletionSession, trajectory: Trajectory, parts: Split, stats: dict[str, Any]
+) -> list[str]:
+    """The counts that the trajectory gives are those of the session; one trace is the main one."""
     expected = {
         "sampled_tokens": sum(len(c.sampled_ids) for c in session.completions),
         "trainable_tokens": sum(len(c.sampled_ids) for c in parts.eligible),
+        "left_out": parts.left_out,
         "chains": len(trajectory.traces),
     }
-    for key, count in expected.items():
-        if stats.get(key) != count:
-            wrong.append(f"{key} is {count}, the trajectory says {stats.get(key)}")
-    if [t.metadata.get("main") for t in trajectory.traces[:-1]].count(False) != len(
-        trajectory.traces[:-1]
-    ) or (trajectory.traces and trajectory.traces[-1].metadata.get("main") is not True):
-        wrong.append("the main trace is not the last one, or not the only one")
+    wrong = [
+        f"{key} is {count}, the trajectory says {stats.get(key)}"
+        for key, count in expected.items()
+        if stats.get(key) != count
+    ]
+    main = [trace.metadata.get("main") for trace in trajectory.traces]
+    if main != [False] * (len(main) - 1) + [True] * bool(main):
+        wrong.append("the last trace must be marked main, and no other")
     return wrong

@@ -1,9 +1,11 @@
 """Merge completions that continue one another into one trace each chain (paper §3.4.2).
 
-A completion joins a chain when three things agree: its messages extend those of the chain's last
-request under the same tools, the assistant message that follows is the chain's last answer, and its
-prompt begins with the chain's last prompt, token by token. Whatever cannot be joined (a subagent, a
-compaction, an edit, a retry, a sibling) starts a chain of its own, so that nothing is dropped.
+A completion continues an earlier one when three things agree: its messages extend the earlier
+request's under the same tools, the assistant message that follows is the earlier answer, and its
+prompt begins with the earlier prompt, token by token. Where several completions continue the same
+one (siblings, a rewind), the longest line goes on in its chain. Whatever continues nothing (a
+subagent, a compaction, an edit, a retry, the shorter branch) starts a chain of its own, so that
+nothing is dropped.
 """
 
 from array import array
@@ -16,11 +18,12 @@ from builders import assemble
 from builders.assemble import Link
 from builders.eligible import Options, split
 from builders.identity import call_ids, echo, head_key, message_key, same_answer
-from builders.junctions import EndOfTurn, Junction, Refusal, end_of_turn, junction
-from builders.records import Completion, CompletionSession, Ids, Trajectory
+from builders.junctions import Junction, Refusal, end_of_turn, junction
+from builders.records import Completion, CompletionSession, Trajectory
 
-Beginning = Literal["no_predecessor", "prompt_changed", "answer_edited"] | Refusal
-"""Why a completion began a chain: nothing came before it, or what kept it from joining."""
+Beginning = Literal["no_predecessor", "prompt_changed", "answer_edited", "branch"] | Refusal
+"""Why a completion began a chain: nothing came before it, what kept it from joining, or that
+another line went on in the chain that it continues."""
 
 
 class PrefixMergingConfig(Options, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -46,36 +49,27 @@ class PrefixMerging:
     def build(self, session: CompletionSession) -> Trajectory:
         parts = split(session, self.options)
         ends = end_of_turn(self._configured_ends, session.end_of_turn_ids, parts.eligible)
-        merge = _Merge(ends)
-        for completion in parts.eligible:
-            merge.add(completion)
-        main = max(merge.chains, key=_weight, default=None)
-        ordered = sorted(merge.chains, key=lambda chain: chain is main)
-        traces = []
-        for chain in ordered:
-            trace = assemble.trace(session, self.name, chain.links, main=chain is main)
-            trace.metadata["ambiguous"] = chain.ambiguous
-            traces.append(trace)
-        return assemble.trajectory(session, self.name, traces, parts, merge.stats())
-
-
-class _Chain:
-    """A chain under construction and the context that its next completion must extend."""
-
-    def __init__(self, completion: Completion, prompt: Ids, messages: list[dict[str, Any]]) -> None:
-        self.links = [Link(completion, array("i"))]
-        self.prompt = prompt
-        self.messages = messages
-        self.ambiguous = 0
-        """How many times its continuation fitted another chain just as well."""
-
-    @property
-    def last(self) -> Completion:
-        return self.links[-1].completion
+        history = _History(ends.ids)
+        steps = [history.step(number, one) for number, one in enumerate(parts.eligible)]
+        chains, begun = _chains(parts.eligible, steps)
+        main = max(chains, key=_weight, default=None)
+        traces = [
+            assemble.trace(session, self.name, chain, main=chain is main)
+            for chain in sorted(chains, key=lambda chain: chain is main)
+        ]
+        drifts = [link.drift for chain in chains for link in chain if link.drift]
+        stats = {
+            "begun": begun,
+            "context_drift": {"turns": len(drifts), "tokens": sum(drifts)},
+            "ambiguous": sum(link.ambiguous for chain in chains for link in chain),
+            "end_of_turn_ids": sorted(ends.ids),
+            "end_of_turn_source": ends.source,
+        }
+        return assemble.trajectory(session, self.name, traces, parts, stats)
 
 
 class _Fit(NamedTuple):
-    """How well a completion continues a chain; greater is better evidence."""
+    """How well a completion continues another; greater is better evidence."""
 
     same_answer: bool
     same_calls: bool
@@ -83,70 +77,58 @@ class _Fit(NamedTuple):
     same_tokens: bool
 
 
-class _Merge:
-    """The chains so far, findable by the messages of their last request.
+class _Step(NamedTuple):
+    """That a completion continues the one of number `after`, and how the two meet."""
+
+    fit: _Fit
+    after: int
+    junction: Junction
+    ambiguous: bool = False
+    """Another completion fitted just as well; the latest of them is taken."""
+
+
+class _History:
+    """The requests so far, findable by their messages.
 
     `_nodes` numbers every distinct beginning of a conversation: a node is its parent's number and
-    the key of one more message, the root's parent is the key of the tools.
+    the key of one more message; the root's parent is the key of the tools.
     """
 
-    def __init__(self, ends: EndOfTurn) -> None:
-        self.chains: list[_Chain] = []
+    def __init__(self, ends: frozenset[int]) -> None:
         self._ends = ends
         self._nodes: dict[tuple[int | bytes, bytes], int] = {}
-        self._open: dict[int, list[_Chain]] = {}
         self._keys: dict[int, bytes] = {}
-        self._begun: Counter[str] = Counter()
+        self._asked: dict[int, list[tuple[int, Completion]]] = {}
 
-    def add(self, completion: Completion) -> None:
-        prompt, messages = completion.prompt_ids, completion.messages
+    def step(self, number: int, completion: Completion) -> _Step | Beginning:
+        """Which earlier completion this one continues.
+
+        Asked are those alone that share the longest beginning with it: if none of them fits, going
+        further back would step over a turn that the template or the harness has changed.
+        """
+        messages = completion.messages
         path = self._path(completion, messages)
-        reason: Beginning = "no_predecessor"
-        for node in reversed(path[:-1]):
-            refusals: list[Beginning] = []
-            fits: list[tuple[_Fit, _Chain, Junction]] = []
-            for chain in self._open.get(node, ()):
-                match self._fit(chain, prompt, messages):
-                    case (fit, found):
-                        fits.append((fit, chain, found))
-                    case str(refusal):
-                        refusals.append(refusal)
-            if fits:
-                best = max(fit for fit, _, _ in fits)
-                *others, (_, chain, found) = [entry for entry in fits if entry[0] == best]
-                chain.ambiguous += bool(others)
-                self._open[node].remove(chain)
-                chain.links.append(Link(completion, found.interstitial, found.drift))
-                chain.prompt, chain.messages = prompt, messages
-                break
-            if refusals and reason == "no_predecessor":
-                reason = refusals[-1]
-        else:
-            chain = _Chain(completion, prompt, messages)
-            self.chains.append(chain)
-            self._begun[reason] += 1
-        if path:
-            self._open.setdefault(path[-1], []).append(chain)
+        if not path:
+            return "no_predecessor"
+        known = next((n for n in range(len(path) - 1, 0, -1) if path[n - 1] in self._asked), 0)
+        candidates = self._asked.get(path[known - 1], []) if known else []
+        echoed = echo(messages, known)
+        found = [self._meet(earlier, after, completion, echoed) for after, earlier in candidates]
+        self._asked.setdefault(path[-1], []).append((number, completion))
+        fitting = [step for step in found if isinstance(step, _Step)]
+        if not fitting:
+            return next((why for why in found if not isinstance(why, _Step)), "no_predecessor")
+        best = max(step.fit for step in fitting)
+        *others, last = [step for step in fitting if step.fit == best]
+        return last._replace(ambiguous=bool(others))
 
-    def stats(self) -> dict[str, Any]:
-        drifts = [link.drift for chain in self.chains for link in chain.links if link.drift]
-        return {
-            "begun": dict(self._begun),
-            "context_drift": {"turns": len(drifts), "tokens": sum(drifts)},
-            "ambiguous": sum(chain.ambiguous for chain in self.chains),
-            "end_of_turn_ids": sorted(self._ends.ids),
-            "end_of_turn_source": self._ends.source,
-        }
-
-    def _fit(
-        self, chain: _Chain, prompt: Ids, messages: list[dict[str, Any]]
-    ) -> tuple[_Fit, Junction] | Beginning:
-        """How `chain` is continued by this request, or why it is not."""
-        if prompt[: len(chain.prompt)] != chain.prompt:
+    def _meet(
+        self, earlier: Completion, after: int, completion: Completion, echoed: list[dict[str, Any]]
+    ) -> _Step | Beginning:
+        tail = completion.prompt_after(earlier)
+        if tail is None:
             return "prompt_changed"
-        tail, sampled = prompt[len(chain.prompt) :], chain.last.sampled_ids
-        echoed = echo(messages, len(chain.messages))
-        answer = chain.last.response_message
+        answer, sampled = earlier.response_message, earlier.sampled_ids
         fit = _Fit(
             same_answer(answer, echoed),
             call_ids([answer]) == call_ids(echoed),
@@ -154,8 +136,8 @@ class _Merge:
         )
         if not fit.same_answer and not fit.same_tokens:
             return "answer_edited"
-        found = junction(tail, sampled, self._ends.ids)
-        return (fit, found) if isinstance(found, Junction) else found
+        found = junction(tail, sampled, self._ends)
+        return _Step(fit, after, found) if isinstance(found, Junction) else found
 
     def _path(self, completion: Completion, messages: list[dict[str, Any]]) -> list[int]:
         """The nodes of the conversation after each message."""
@@ -170,5 +152,36 @@ class _Merge:
         return path
 
 
-def _weight(chain: _Chain) -> tuple[int, int]:
-    return len(chain.links), sum(len(link.completion.sampled_ids) for link in chain.links)
+def _chains(
+    completions: list[Completion], steps: list[_Step | Beginning]
+) -> tuple[list[list[Link]], dict[str, int]]:
+    """Part the tree of steps into chains; and how many began for which reason.
+
+    Each completion hands its chain on to the continuation from which the longest line follows, the
+    latest among equals.
+    """
+    heirs: dict[int, int] = {}
+    heights = [1] * len(completions)
+    for number in range(len(completions) - 1, -1, -1):
+        step = steps[number]
+        if isinstance(step, _Step) and heights[number] >= heights[step.after]:
+            heights[step.after] = heights[number] + 1
+            heirs[step.after] = number
+    chains: list[list[Link]] = []
+    chain_of: list[list[Link]] = []
+    begun: Counter[str] = Counter()
+    for number, (completion, step) in enumerate(zip(completions, steps, strict=True)):
+        if isinstance(step, _Step) and heirs[step.after] == number:
+            chain = chain_of[step.after]
+            interstitial, drift = step.junction
+            chain.append(Link(completion, interstitial, drift, step.ambiguous))
+        else:
+            chain = [Link(completion, array("i"))]
+            chains.append(chain)
+            begun["branch" if isinstance(step, _Step) else step] += 1
+        chain_of.append(chain)
+    return chains, dict(begun)
+
+
+def _weight(chain: list[Link]) -> tuple[int, int]:
+    return len(chain), sum(len(link.completion.sampled_ids) for link in chain)

@@ -85,6 +85,14 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
             ids += piece
         return ids
 
+    def prompt_after(self, earlier: "Completion") -> Ids | None:
+        """What this prompt adds to that of `earlier`; None when it does not begin with it."""
+        known = earlier.prompt_length
+        if self.parent is earlier and self.shared >= known:
+            return earlier.sampled_ids[: self.shared - known] + self.tail
+        prompt = self.prompt_ids
+        return prompt[known:] if prompt[:known] == earlier.prompt_ids else None
+
     @property
     def context_ids(self) -> Ids:
         """Prompt and sampled ids together: what the policy had seen and said after this call."""

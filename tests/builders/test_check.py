@@ -1,0 +1,336 @@
+"""The check is only worth what it refuses: every corruption of a good trajectory must be reported."""
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import builders
+from builders.base import StrategySpec
+from builders.check import check
+from builders.eligible import Options
+from builders.records import Trace, Trajectory
+from tests.builders.world import ACTIONS, World, play
+
+Corruption = Callable[[Trajectory, random.Random], bool]
+"""Changes the trajectory in place; returns False where it found nothing to change."""
+
+
+def pick(trajectory: Trajectory, chance: random.Random) -> Trace:
+    return chance.choice(trajectory.traces)
+
+
+def flip_a_mask(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    at = chance.randrange(len(trace.loss_mask))
+    trace.loss_mask[at] = 1 - trace.loss_mask[at]
+    return True
+
+
+def put_a_two_into_the_mask(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    trace.loss_mask[chance.randrange(len(trace.loss_mask))] = 2
+    return True
+
+
+def drop_a_token(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    at = chance.randrange(len(trace.response_ids))
+    assert trace.response_logprobs is not None
+    for row in (trace.response_ids, trace.loss_mask, trace.response_logprobs):
+        del row[at]
+    return True
+
+
+def drop_a_token_of_one_row(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    row = chance.choice([trace.response_ids, trace.loss_mask, trace.response_logprobs])
+    row.pop()
+    return True
+
+
+def change_a_response_id(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    trace.response_ids[chance.randrange(len(trace.response_ids))] += 1
+    return True
+
+
+def change_a_prompt_id(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    trace.prompt_ids[chance.randrange(len(trace.prompt_ids))] += 1
+    return True
+
+
+def move_a_prompt_id_into_the_response(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    trace.response_ids.insert(0, trace.prompt_ids.pop())
+    trace.loss_mask.insert(0, 0)
+    trace.response_logprobs.insert(0, 0.0)
+    for span in trace.metadata["spans"]:
+        span["start"] += 1
+    return True
+
+
+def shift_a_logprob(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    at = chance.randrange(len(trace.response_logprobs))
+    trace.response_logprobs[at] += chance.choice([-0.5, 1e-3, float("nan"), float("-inf")])
+    return True
+
+
+def rotate_the_logprobs(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    before = trace.response_logprobs
+    assert before is not None
+    trace.response_logprobs = [*before[1:], before[0]]
+    return trace.response_logprobs != before
+
+
+def take_the_logprobs_away(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).response_logprobs = None
+    return True
+
+
+def repeat_a_trace(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = copy.deepcopy(pick(trajectory, chance))
+    trace.metadata["main"] = False
+    trajectory.traces.insert(0, trace)
+    trajectory.metadata["reconstruction_stats"]["chains"] += 1
+    return True
+
+
+def lose_a_trace(trajectory: Trajectory, chance: random.Random) -> bool:
+    trajectory.traces.remove(pick(trajectory, chance))
+    trajectory.metadata["reconstruction_stats"]["chains"] -= 1
+    if trajectory.traces:
+        trajectory.traces[-1].metadata["main"] = True
+    return True
+
+
+def repeat_a_run(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    span = copy.deepcopy(trace.metadata["spans"][-1])
+    rows = slice(span["start"], span["start"] + span["length"])
+    span["start"] = len(trace.response_ids)
+    trace.metadata["spans"].append(span)
+    trace.metadata["completion_ids"].append(span["completion_id"])
+    trace.response_ids += trace.response_ids[rows]
+    trace.loss_mask += trace.loss_mask[rows]
+    trace.response_logprobs += trace.response_logprobs[rows]
+    return True
+
+
+def lose_the_last_run(trajectory: Trajectory, chance: random.Random) -> bool:
+    """Everything about the trace stays consistent; only the session knows that it is missing."""
+    long = [trace for trace in trajectory.traces if len(trace.metadata["spans"]) > 1]
+    if not long:
+        return False
+    trace = chance.choice(long)
+    assert trace.response_logprobs is not None
+    trace.metadata["spans"].pop()
+    trace.metadata["completion_ids"].pop()
+    last = trace.metadata["spans"][-1]
+    for row in (trace.response_ids, trace.loss_mask, trace.response_logprobs):
+        del row[last["start"] + last["length"] :]
+    trace.finish_reason = last["finish_reason"]
+    return True
+
+
+def swap_the_names_of_two_runs(trajectory: Trajectory, chance: random.Random) -> bool:
+    spans = [span for trace in trajectory.traces for span in trace.metadata["spans"]]
+    if len(spans) < 2:
+        return False
+    one, other = chance.sample(spans, 2)
+    one["completion_id"], other["completion_id"] = other["completion_id"], one["completion_id"]
+    return True
+
+
+def misstate_the_policy(trajectory: Trajectory, chance: random.Random) -> bool:
+    chance.choice(pick(trajectory, chance).metadata["spans"])["policy_version"] = "another"
+    return True
+
+
+def move_a_junction(trajectory: Trajectory, chance: random.Random) -> bool:
+    """The interstitial loses its first token, or gains one, and all positions are adjusted."""
+    long = [trace for trace in trajectory.traces if len(trace.metadata["spans"]) > 1]
+    if not long:
+        return False
+    trace = chance.choice(long)
+    assert trace.response_logprobs is not None
+    number = chance.randrange(1, len(trace.metadata["spans"]))
+    before = trace.metadata["spans"][number - 1]
+    at = before["start"] + before["length"]
+    change = chance.choice([-1, 1])
+    if change == -1:
+        for row in (trace.response_ids, trace.loss_mask, trace.response_logprobs):
+            del row[at]
+    else:
+        trace.response_ids.insert(at, chance.choice([trace.response_ids[at - 1], 2]))
+        trace.loss_mask.insert(at, 0)
+        trace.response_logprobs.insert(at, 0.0)
+    for span in trace.metadata["spans"][number:]:
+        span["start"] += change
+    return True
+
+
+def misstate_the_drift(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).metadata["context_drift"] += 1
+    return True
+
+
+def join_two_traces(trajectory: Trajectory, chance: random.Random) -> bool:
+    """A chain is continued by another that does not continue it."""
+    if len(trajectory.traces) < 2:
+        return False
+    one, other = chance.sample(trajectory.traces, 2)
+    assert one.response_logprobs is not None
+    assert other.response_logprobs is not None
+    for span in other.metadata["spans"]:
+        one.metadata["spans"].append({**span, "start": span["start"] + len(one.response_ids)})
+    one.metadata["completion_ids"] += other.metadata["completion_ids"]
+    one.metadata["context_drift"] += other.metadata["context_drift"]
+    one.response_ids += other.response_ids
+    one.loss_mask += other.loss_mask
+    one.response_logprobs += other.response_logprobs
+    one.response_messages += other.response_messages
+    one.finish_reason = other.finish_reason
+    trajectory.traces.remove(other)
+    trajectory.traces[-1].metadata["main"] = True
+    trajectory.metadata["reconstruction_stats"]["chains"] -= 1
+    return True
+
+
+def misstate_what_was_left_out(trajectory: Trajectory, chance: random.Random) -> bool:
+    left_out = trajectory.metadata["reconstruction_stats"]["left_out"]
+    left_out["undelivered"] = {"completions": 1, "tokens": 10_000}
+    return True
+
+
+def misstate_the_samples(trajectory: Trajectory, chance: random.Random) -> bool:
+    key = chance.choice(["sampled_tokens", "trainable_tokens", "chains"])
+    trajectory.metadata["reconstruction_stats"][key] += 1
+    return True
+
+
+def unmark_the_main_trace(trajectory: Trajectory, chance: random.Random) -> bool:
+    trajectory.traces[-1].metadata["main"] = False
+    return True
+
+
+def lose_the_spans(trajectory: Trajectory, chance: random.Random) -> bool:
+    del pick(trajectory, chance).metadata["spans"]
+    return True
+
+
+def change_the_tools(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).tools = [{"type": "function", "function": {"name": "other"}}]
+    return True
+
+
+def change_the_end(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).finish_reason = "abort"
+    return True
+
+
+def lose_a_message(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    chance.choice([trace.prompt_messages, trace.response_messages]).pop()
+    return True
+
+
+CORRUPTIONS: list[Corruption] = [
+    flip_a_mask,
+    put_a_two_into_the_mask,
+    drop_a_token,
+    drop_a_token_of_one_row,
+    change_a_response_id,
+    change_a_prompt_id,
+    move_a_prompt_id_into_the_response,
+    shift_a_logprob,
+    rotate_the_logprobs,
+    take_the_logprobs_away,
+    repeat_a_trace,
+    lose_a_trace,
+    repeat_a_run,
+    lose_the_last_run,
+    swap_the_names_of_two_runs,
+    misstate_the_policy,
+    move_a_junction,
+    misstate_the_drift,
+    join_two_traces,
+    misstate_what_was_left_out,
+    misstate_the_samples,
+    unmark_the_main_trace,
+    lose_the_spans,
+    change_the_tools,
+    change_the_end,
+    lose_a_message,
+]
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
+@given(
+    seed=st.integers(0, 2**32),
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=6),
+    strategy=st.sampled_from(sorted(builders.BUILDERS)),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_corruption_is_reported(
+    corrupt: Corruption, seed: int, actions: list[str], strategy: str
+) -> None:
+    world = World(seed)
+    play(world, actions)
+    session = world.session()
+    builder = builders.make(StrategySpec(strategy=strategy))
+    trajectory = builder.build(session)
+    assume(trajectory.traces)
+    corrupted = copy.deepcopy(trajectory)
+    assume(corrupt(corrupted, random.Random(seed)))
+    assert check(session, trajectory, builder.options) == []
+    assert check(session, corrupted, builder.options)
+
+
+def test_a_violation_names_the_trace_and_the_completion() -> None:
+    world = World(drifts=False)
+    play(world, ["turn"])
+    trajectory = builders.make(StrategySpec(strategy="per_request")).build(world.session())
+    trajectory.traces[0].response_ids[0] += 1
+    assert check(world.session(), trajectory, Options()) == [
+        "trace 0: the ids of msg_0 are not those that were sampled"
+    ]
+
+
+def test_a_trajectory_is_held_to_the_options_of_its_builder() -> None:
+    world = World()
+    play(world, ["turn", "title"])
+    builder = builders.make(
+        StrategySpec(strategy="per_request", config={"kinds": ["turn", "title"]})
+    )
+    trajectory = builder.build(world.session())
+    assert check(world.session(), trajectory, builder.options) == []
+    assert "trace 1: msg_1 is trained on and not eligible" in check(
+        world.session(), trajectory, Options()
+    )
+
+
+def test_a_trajectory_without_statistics_is_refused() -> None:
+    assert check(World().session(), Trajectory(), Options()) == [
+        "metadata.reconstruction_stats is missing"
+    ]
+
+
+def test_two_completions_of_one_id_are_refused() -> None:
+    world = World()
+    play(world, ["turn", "turn"])
+    world.completions[1].completion_id = world.completions[0].completion_id
+    trajectory = builders.make(StrategySpec(strategy="per_request")).build(world.session())
+    assert "session session-1 holds two completions of the same id" in check(
+        world.session(), trajectory, Options()
+    )
