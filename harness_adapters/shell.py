@@ -12,7 +12,8 @@ from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPl
 PLACEHOLDER = re.compile(r"(?<!\$)\{instruction\}")
 """`${instruction}` is a variable of the shell and stays one."""
 
-QUOTED = re.compile(r"""(?<!\$)(?:["']\{instruction\}|\{instruction\}["'])""")
+QUOTED = re.compile(r"""(?<!\$)(?:"\{instruction\}|\{instruction\}"|'\{instruction\}')""")
+"""A single quote on one side only belongs to a nested `sh -c '...'`, in which the word works."""
 
 
 class ShellSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

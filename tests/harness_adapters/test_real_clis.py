@@ -1,0 +1,201 @@
+"""The launch plans, run for real: each CLI from its pack against a loopback model endpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import harness_adapters
+from harness_adapters import npm
+from harness_adapters.base import AgentSpec, HarnessEnd
+from tests.harness_adapters.samples import agent, context
+from tests.harness_adapters.stub_model import REPLY, StubModel, stub_model
+from tests.requirements import require
+
+pytestmark = pytest.mark.clis
+
+CLIS = ("codex", "claude_code", "pi")
+
+KEY = "key-of-this-session"
+
+AUTH = {
+    "codex": ("/v1/responses", "authorization", f"Bearer {KEY}"),
+    "claude_code": ("/v1/messages", "x-api-key", KEY),
+    "pi": ("/v1/chat/completions", "authorization", f"Bearer {KEY}"),
+}
+
+
+class Ran(NamedTuple):
+    end: HarnessEnd
+    stdout: str
+    logs: list[Path]
+
+
+@pytest.fixture
+def stub() -> Iterator[StubModel]:
+    with stub_model() as serving:
+        yield serving
+
+
+def run(
+    spec: AgentSpec,
+    url: str,
+    folder: Path,
+    instruction: str = "Say hello.",
+    context_length: int = 40960,
+) -> Ran:
+    """Carry out the plan as the local runtime would."""
+    adapter = harness_adapters.get(spec)
+    packs = {pack.name: pack.path for pack in npm.installed(npm.default_cache())}
+    require("clis", adapter.pack in packs, f"run: polar harness install {adapter.pack}")
+    workdir = folder / "work"
+    workdir.mkdir()
+    where = context(
+        instruction=instruction,
+        model_name="org/some-model:4b",
+        model_url=url,
+        api_key=KEY,
+        home_dir=str(folder / "home"),
+        workdir=str(workdir),
+        pack_dir=str(packs[adapter.pack or ""]),
+        context_length=context_length,
+    )
+    harness_adapters.check_settings(spec)
+    plan = adapter.plan(spec, where)
+    for path, text in plan.files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    # Codex says by this flag which keys of its configuration it does not know.
+    command = plan.command.replace(" exec --json", " exec --strict-config --json")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=plan.cwd,
+        env={"PATH": os.environ["PATH"], **plan.env},
+        input=instruction.encode(),
+        capture_output=True,
+        timeout=90,
+        check=False,
+    )
+    end = adapter.ended(done.returncode, done.stdout, done.stderr)
+    logs = [file for path in plan.native_logs for file in Path(path).rglob("*.jsonl")]
+    return Ran(end, done.stdout.decode(), logs)
+
+
+@pytest.mark.parametrize("harness", CLIS)
+def test_it_calls_the_gateway_with_the_sessions_key_and_completes(
+    harness: str, stub: StubModel, tmp_path: Path
+) -> None:
+    ran = run(agent(harness), stub.url, tmp_path)
+    assert (ran.end.outcome, ran.end.return_code) == ("completed", 0)
+    assert REPLY in ran.stdout
+    (call,) = stub.calls
+    path, header, value = AUTH[harness]
+    assert call.path == path
+    assert call.headers[header] == value
+    assert call.body["model"] == "org/some-model:4b"
+    assert call.body["stream"] is True
+    assert "Say hello." in json.dumps(call.body)
+    assert ran.logs
+
+
+@pytest.mark.parametrize("harness", CLIS)
+def test_a_refused_model_call_is_a_failure_that_says_why(harness: str, tmp_path: Path) -> None:
+    with stub_model(refuses=True) as refusing:
+        ran = run(agent(harness), refusing.url, tmp_path)
+    assert refusing.calls
+    assert ran.end.outcome == "failed"
+    assert "the stub refuses this request" in ran.end.reason
+
+
+@pytest.mark.parametrize("harness", CLIS)
+def test_an_instruction_of_a_megabyte_arrives_whole(
+    harness: str, stub: StubModel, tmp_path: Path
+) -> None:
+    instruction = "begin " + "word " * 200_000 + "end"
+    ran = run(agent(harness), stub.url, tmp_path, instruction, context_length=1_000_000)
+    assert ran.end == HarnessEnd(outcome="completed", return_code=0)
+    assert instruction in json.dumps(stub.calls[0].body)
+
+
+@pytest.mark.parametrize("harness", CLIS)
+def test_an_instruction_that_looks_like_a_command_reaches_the_model(
+    harness: str, stub: StubModel, tmp_path: Path
+) -> None:
+    run(agent(harness), stub.url, tmp_path, "/clear the cache in app.py")
+    assert "/clear the cache in app.py" in json.dumps(stub.calls[0].body)
+
+
+@pytest.mark.parametrize("harness", ["codex", "claude_code"])
+def test_the_tools_of_an_mcp_server_reach_the_model(
+    harness: str, stub: StubModel, tmp_path: Path
+) -> None:
+    server = {
+        "name": "widgets",
+        "command": sys.executable,
+        "args": [str(Path(__file__).parent / "mcp_server.py")],
+    }
+    ran = run(agent(harness, mcp_servers=[server]), stub.url, tmp_path)
+    assert ran.end.outcome == "completed"
+    assert "frobnicate" in json.dumps(stub.calls[0].body["tools"])
+
+
+@pytest.mark.parametrize("harness", CLIS)
+def test_skills_reach_the_model(harness: str, stub: StubModel, tmp_path: Path) -> None:
+    skill = tmp_path / "my skills" / "frob"
+    skill.mkdir(parents=True)
+    (skill / "SKILL.md").write_text(
+        "---\nname: frob\ndescription: Frobnicates widgets well.\n---\nTurn the knob.\n"
+    )
+    ran = run(agent(harness, skills_path=str(skill.parent)), stub.url, tmp_path)
+    assert ran.end.outcome == "completed"
+    assert "Frobnicates widgets well." in json.dumps(stub.calls[0].body)
+
+
+def test_codex_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    settings = {"multi_agent": False, "reasoning_effort": "high"}
+    run(agent("codex", settings=settings), stub.url, tmp_path)
+    body = stub.calls[0].body
+    assert body["reasoning"] == {"effort": "high"}
+    assert [tool["name"] for tool in body["tools"]] == ["exec_command", "write_stdin"]
+
+
+def test_claude_code_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    settings = {
+        "tools": ["Bash", "Read"],
+        "max_turns": 3,
+        "append_system_prompt": "Answer in verse.",
+        "disable_thinking": True,
+    }
+    ran = run(agent("claude_code", settings=settings), stub.url, tmp_path)
+    assert ran.end.outcome == "completed"
+    body = stub.calls[0].body
+    assert [tool["name"] for tool in body["tools"]] == ["Bash", "Read"]
+    assert "Answer in verse." in json.dumps(body["system"])
+    assert "thinking" not in body
+    assert body["max_tokens"] == 8192
+
+
+def test_a_bare_claude_code_says_little(stub: StubModel, tmp_path: Path) -> None:
+    run(agent("claude_code", settings={"bare": True}), stub.url, tmp_path)
+    assert len(json.dumps(stub.calls[0].body)) < 6000
+
+
+def test_pi_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    settings = {
+        "reasoning": True,
+        "thinking": "high",
+        "tools": ["read", "bash"],
+        "append_system_prompt": "Answer in verse.",
+    }
+    run(agent("pi", settings=settings), stub.url, tmp_path)
+    body = stub.calls[0].body
+    assert body["reasoning_effort"] == "high"
+    assert body["messages"][0]["role"] == "developer"
+    assert "Answer in verse." in json.dumps(body["messages"][0])
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["read", "bash"]
+    assert body["max_completion_tokens"] == 8192
