@@ -31,6 +31,14 @@ class _Role(msgspec.Struct):
     role: str
 
 
+class _Function(msgspec.Struct):
+    name: str
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
@@ -51,7 +59,7 @@ class _Body(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     return_token_ids: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -74,6 +82,14 @@ class ChatRequest(NamedTuple):
     parallel_tool_calls: bool
 
 
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    """A tool as vLLM's chat endpoint hands it to the template: the fields it knows, in its order."""
+    function = {field: given.get(field) for field in ("name", "description", "parameters")}
+    if given.get("strict") is not None:
+        function["strict"] = given["strict"]
+    return {"type": "function", "function": function}
+
+
 def decoded(raw: bytes) -> dict[str, Any]:
     """Raises ApiError when `raw` is not a JSON object."""
     try:
@@ -85,7 +101,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
     return document
 
 
-def checked(document: dict[str, Any], model: str) -> ChatRequest:
+def checked(document: dict[str, Any], model: str, max_model_len: int) -> ChatRequest:
     """Raises ApiError when vLLM with this model would refuse the request."""
     if "messages" not in document:
         raise invalid("missing", "body.messages", "Field required")
@@ -94,6 +110,10 @@ def checked(document: dict[str, Any], model: str) -> ChatRequest:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         raise invalid("type", "body" + path.rstrip("`"), message) from error
+    if not body.messages:
+        raise refused(
+            "Cannot apply chat template to an empty conversation. Provide at least one message."
+        )
     if body.model not in (None, model):
         text = f"The model `{body.model}` does not exist. Valid aliases: {model}."
         raise ApiError(404, text, "NotFoundError", "model")
@@ -104,6 +124,12 @@ def checked(document: dict[str, Any], model: str) -> ChatRequest:
         raise refused(
             f"max_tokens must be at least 1, got {max_tokens}. "
             f"(parameter=max_tokens, value={max_tokens})",
+            "max_tokens",
+        )
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise refused(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. Please "
+            f"request fewer output tokens. (parameter=max_tokens, value={max_tokens})",
             "max_tokens",
         )
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -130,7 +156,7 @@ def checked(document: dict[str, Any], model: str) -> ChatRequest:
         )
     return ChatRequest(
         messages=document["messages"],
-        tools=body.tools,
+        tools=None if body.tools is None else [_tool(t["function"]) for t in document["tools"]],
         template_arguments=body.chat_template_kwargs or {},
         max_tokens=max_tokens,
         temperature=temperature,

@@ -185,8 +185,13 @@ class ScriptedEngine:
                 f"(parameter=input_tokens, value={least})",
                 "input_tokens",
             )
+        line = self.script.line(prompt)
+        if request.parse_tools and not request.parallel_tool_calls:
+            # vLLM's grammar then ends the turn after the first call.
+            call, end, _ = line.text.partition("</tool_call>")
+            line = line._replace(text=call + end)
         return generate(
-            self.script.line(prompt),
+            line,
             prompt_ids,
             self.tokenizer,
             self.policy,
@@ -197,12 +202,13 @@ class ScriptedEngine:
         )
 
     async def _tokenize(self, request: Request) -> Response:
+        """As in vLLM, tools reach the template as they came, which the chat endpoint's do not."""
         try:
             body = decoded(await request.body())
             prompt = body.get("prompt")
             if prompt is None:
                 prompt = self.render(
-                    checked({"messages": [], **body}, self.model).messages,
+                    body["messages"],
                     body.get("tools"),
                     add_generation_prompt=body.get("add_generation_prompt", True),
                     **body.get("chat_template_kwargs") or {},
@@ -301,7 +307,7 @@ class _ChatEndpoint:
         """Raises ApiError."""
         engine = self._engine
         call.request = decoded(raw)
-        request = checked(call.request, engine.model)
+        request = checked(call.request, engine.model, engine.max_model_len)
         if fault.status is not None:
             await anyio.sleep(fault.delay)
             raise ApiError(fault.status, fault.message, "ScriptedFault")
@@ -352,7 +358,6 @@ class _Answer:
         self._parser = TurnParser(
             thinking=not call.prompt.endswith(THINKING_CLOSED),
             tools=request.parse_tools,
-            parallel=request.parallel_tool_calls,
         )
         self.streamed = request.stream
         self.cut_off = False
@@ -473,7 +478,7 @@ class _Answer:
         return {
             "content": [
                 {
-                    **self._entry(token.token_id, token.logprob),
+                    **self._entry(token.token_id, token.logprob, token.text),
                     "top_logprobs": [
                         self._entry(*sample)
                         for sample in self._engine.policy.top(
@@ -485,13 +490,14 @@ class _Answer:
             ]
         }
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """A token by its text, which half a UTF-8 sequence does not have."""
+    def _entry(self, token_id: int, logprob: float, completes: str = "") -> dict[str, Any]:
+        """A token by its text. A part of a UTF-8 sequence has none, but for the last, which has
+        the character that it `completes`."""
         spelled = self._engine.tokenizer.bytes_of[token_id]
         try:
             text = spelled.decode()
         except UnicodeDecodeError:
-            text, spelled = "", b""
+            text, spelled = completes, completes.encode()
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
     def _usage(self) -> dict[str, Any]:

@@ -34,32 +34,33 @@ class _Call(msgspec.Struct):
 class TurnParser:
     """Fed one token at a time; `delta` values are those of a streamed chunk."""
 
-    def __init__(self, *, thinking: bool, tools: bool, parallel: bool = True) -> None:
+    def __init__(self, *, thinking: bool, tools: bool) -> None:
         self._state: State = "reasoning" if thinking else "content"
         self._tools = tools
-        self._parallel = parallel
         self._calls: list[_Call] = []
         self._reasoning = ""
         self._content = ""
         self._markup = ""
         """The content as it would read if no call in it could be parsed."""
         self.reasoning_tokens = 0
+        """Without markup and the end of the turn."""
 
     def feed(self, token: bytes, text: str) -> dict[str, Any]:
         """The next token: its bytes, by which markup is known, and the text that it completes."""
-        if self._state == "reasoning":
-            self.reasoning_tokens += 1
         if token == b"<think>" and self._state == "reasoning":
             return {}
-        if token == b"</think>" and self._state != "call":
+        if token == b"</think>" and self._state == "reasoning":
             self._state = "content"
             return {}
+        if token == b"</think>" and self._state == "content":
+            return {"content": text}  # a whole answer drops it
         if self._tools and token == b"<tool_call>" and self._state != "call":
             self._state = "call"
             self._calls.append(_Call(id=new_call_id()))
             self._markup += text
             return {}
         if self._state == "reasoning":
+            self.reasoning_tokens += token != b"<|im_end|>"
             self._reasoning += text
             return {"reasoning": text} if text else {}
         self._markup += text
@@ -76,8 +77,6 @@ class TurnParser:
     def _call_delta(self, text: str) -> dict[str, Any]:
         index, call = len(self._calls) - 1, self._calls[-1]
         call.text += text
-        if index and not self._parallel:
-            return {}
         deltas: list[dict[str, Any]] = []
         if not call.named:
             name = _NAME.search(call.text)
@@ -126,7 +125,7 @@ class TurnParser:
             except (json.JSONDecodeError, KeyError, TypeError):
                 return []
             parsed.append({"id": call.id, "type": "function", "function": function})
-        return parsed if self._parallel else parsed[:1]
+        return parsed
 
 
 def _argument_text(call: str) -> str:

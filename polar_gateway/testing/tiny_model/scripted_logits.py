@@ -61,7 +61,10 @@ class _Speaker:
             allowed = [self._forced[self._heard]]
         else:
             allowed = self._tokenizer.continuations(self._rest)
-        kept = logits[allowed].clone()
-        logits.fill_(float("-inf"))
-        logits[allowed] = kept
-        return logits
+        for choice in (allowed, [self._tokenizer.end_of_turn]):
+            kept = logits[choice].clone()
+            if kept.max() > -torch.inf:
+                logits.fill_(-torch.inf)
+                logits[choice] = kept
+                return logits
+        return logits  # a grammar of the request forbids the script
