@@ -199,3 +199,13 @@ def test_pi_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> No
     assert "Answer in verse." in json.dumps(body["messages"][0])
     assert [tool["function"]["name"] for tool in body["tools"]] == ["read", "bash"]
     assert body["max_completion_tokens"] == 8192
+
+
+def test_a_codex_whose_mcp_server_does_not_start_fails_and_names_it(
+    stub: StubModel, tmp_path: Path
+) -> None:
+    server = {"name": "widgets", "command": "/nonexistent/server"}
+    ran = run(agent("codex", mcp_servers=[server]), stub.url, tmp_path)
+    assert ran.end.outcome == "failed"
+    assert "widgets" in ran.end.reason
+    assert stub.calls == []
