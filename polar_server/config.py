@@ -121,7 +121,7 @@ def load_topology(path: Path | None, overrides: dict[str, Any] | None = None) ->
     for dotted, value in (overrides or {}).items():
         _put(document, dotted, value)
     try:
-        return msgspec.convert(document, Topology, strict=True)
+        return msgspec.convert(document, Topology, strict=True, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path or 'the configuration'}: {error}") from error
 
@@ -131,3 +131,10 @@ def _put(document: dict[str, Any], dotted: str, value: Any) -> None:
     for key in parents:
         document = document.setdefault(key, {})
     document[last] = value
+
+
+def _path(kind: type[Any], value: Any) -> Any:
+    """Paths are written as text; a leading ~ is the user's home."""
+    if kind is Path and isinstance(value, str):
+        return Path(value).expanduser()
+    raise ValueError(f"expected a path, got {value!r}")

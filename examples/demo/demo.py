@@ -27,6 +27,8 @@ from rich.console import Console
 
 from polar_client.cli.show import Progress, SessionSummary, result_table, summarize
 from polar_client.client import RolloutClient, RolloutError, session_results
+from polar_gateway.runtimes.docker import DockerRuntime
+from polar_gateway.testing import images
 from polar_server.protocol import TaskStatus
 
 HERE = Path(__file__).parent
@@ -49,8 +51,7 @@ class Ready(msgspec.Struct):
     """What `polar up --json` says when it serves."""
 
     url: str
-    token_file: Path
-    runtimes: list[str]
+    token_file: str
 
 
 def main() -> int:
@@ -68,10 +69,10 @@ async def _demo(engine: str, setup_began: float) -> int:
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_on_signal, group.cancel_scope)
         try:
-            await _install(engine)
+            image = await _install(engine)
             setup_seconds = time.time() - setup_began
             began = time.monotonic()
-            outcome = await _run(engine)
+            outcome = await _run(engine, image)
             say(f"set-up and downloads {setup_seconds:.0f} s, run {time.monotonic() - began:.0f} s")
         except* (DemoError, RolloutError) as errors:
             say(f"demo: {_sentences(errors)}", style="red")
@@ -96,30 +97,36 @@ async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
             scope.cancel()
 
 
-async def _install(engine: str) -> None:
-    """Whatever has to be downloaded or made once."""
+async def _install(engine: str) -> str | None:
+    """Whatever has to be downloaded or made once. Returns the image to run in; None: no Docker."""
     await _step([str(BIN / "polar"), "harness", "install", *HARNESSES])
     if engine == "vllm":
         await _step([str(REPOSITORY / "scripts/vllm.sh"), "install"])
         await _step([str(REPOSITORY / "scripts/vllm.sh"), "model"])
+    if (missing := await DockerRuntime.unavailable()) is None:
+        try:
+            return await images.agent()
+        except LookupError as error:
+            missing = str(error)
+    say(f"not in Docker: {missing}")
+    return None
 
 
 async def _step(command: list[str]) -> None:
-    done = await anyio.run_process(command, stdout=sys.stderr, stderr=None, check=False)
+    done = await anyio.run_process(command, stdout=subprocess.DEVNULL, stderr=None, check=False)
     if done.returncode:
         raise DemoError(f"`{' '.join(command)}` failed")
 
 
-async def _run(engine: str) -> dict[str, Any]:
+async def _run(engine: str, image: str | None) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="polar-demo-"))
     console = Console(stderr=True)
     say(f"engine: {ENGINES[engine]}")
     async with _engine(engine, folder) as engine_url, _polar(engine_url, folder) as ready:
-        runtime = "docker" if "docker" in ready.runtimes else "local"
-        image = await _image() if runtime == "docker" else None
+        runtime = "docker" if image else "local"
         where = "in Docker containers" if image else "on this machine, which isolates nothing"
         say(f"server: {ready.url}, one node; harnesses run {where}\n")
-        async with RolloutClient(ready.url, token_file=ready.token_file) as client:
+        async with RolloutClient(ready.url, token_file=Path(ready.token_file)) as client:
             tasks = await _tasks(client, console, runtime, image)
     rows = [
         (harness, summarize(result))
@@ -138,18 +145,22 @@ async def _run(engine: str) -> dict[str, Any]:
 
 
 def _outcome(engine: str, runtime: str, tasks: dict[str, TaskStatus]) -> dict[str, Any]:
-    told = [
-        {
-            "task_id": task.task_id,
-            "harness": harness,
-            "sessions": [_told(summarize(result)) for result in session_results(task.results)],
-        }
+    rows = {
+        harness: [summarize(result) for result in session_results(task.results)]
         for harness, task in tasks.items()
-    ]
-    sessions = [session for task in told for session in task["sessions"]]
-    expected = sum(task.total_sessions for task in tasks.values())
-    ok = len(sessions) == expected and all(session["reward"] == 1.0 for session in sessions)
-    return {"ok": ok, "engine": engine, "runtime": runtime, "tasks": told}
+    }
+    return {
+        "ok": all(
+            len(rows[harness]) == task.total_sessions and all(row.reward == 1.0 for row in rows[harness])
+            for harness, task in tasks.items()
+        ),
+        "engine": engine,
+        "runtime": runtime,
+        "tasks": [
+            {"task_id": task.task_id, "harness": harness, "sessions": [_told(row) for row in rows[harness]]}
+            for harness, task in tasks.items()
+        ],
+    }
 
 
 def _told(row: SessionSummary) -> dict[str, Any]:
@@ -172,7 +183,7 @@ async def _tasks(
         document = yaml.safe_load((HERE / "task.yaml").read_text())
         document["task_id"] = task_id
         document["agent"]["harness"] = harness
-        document["runtime"] |= {"backend": runtime, "image": image}
+        document["runtime"] |= {"backend": runtime, "image": image, "allow_internet": image is None}
         await client.submit(document)
 
     async def follow(harness: str, task_id: str, progress: Progress) -> None:
@@ -251,13 +262,6 @@ async def _process(command: list[str], **streams: Any) -> AsyncIterator[anyio.ab
                     await process.wait()
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _image() -> str:
-    """An image that needs no registry, made from this machine's own files."""
-    from polar_gateway.testing.images import agent_image
-
-    return await agent_image()
 
 
 def _free_port() -> int:

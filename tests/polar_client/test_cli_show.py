@@ -4,7 +4,14 @@ import msgspec
 from rich.console import Console
 
 from builders.records import Trace, Trajectory
-from polar_client.cli.show import Progress, overview, result_table, session_table, summarize, verdict_line
+from polar_client.cli.show import (
+    Progress,
+    overview,
+    result_table,
+    session_table,
+    summarize,
+    verdict_line,
+)
 from polar_client.client import RolloutStatus
 from polar_gateway.protocol import (
     Finding,

@@ -34,7 +34,7 @@ def test_what_is_no_task_is_refused_with_the_name_of_its_file(
 ) -> None:
     file = tmp_path / "task.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(TaskFileError, match="task.json") as refused:
+    with pytest.raises(TaskFileError, match=r"task\.json") as refused:
         read_task(file)
     assert said in str(refused.value)
 
