@@ -92,7 +92,9 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
         )
 
     sampling = {
-        field: body[field] for field in ("temperature", "top_p", "top_k") if body.get(field) is not None
+        field: body[field]
+        for field in ("temperature", "top_p", "top_k")
+        if body.get(field) is not None
     }
     if body.get("stop_sequences"):
         sampling["stop"] = body["stop_sequences"]
@@ -126,7 +128,11 @@ def _system_text(system: Any, notes: list[str]) -> str:
         string(block.get("text"), f"system[{index}].text")
         for index, block in enumerate(objects(system, "system"))
     ]
-    return _text(shared.fold_parts([shared.text_part(text) for text in texts if not text.startswith(_BILLING)]))
+    return _text(
+        shared.fold_parts(
+            [shared.text_part(text) for text in texts if not text.startswith(_BILLING)]
+        )
+    )
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
@@ -145,7 +151,9 @@ def _add_message(conversation: Conversation, message: dict[str, Any], where: str
     elif role == "system":
         conversation.system(_text(_content(conversation, content, f"{where}.content")))
     else:
-        raise UnsupportedRequestError(f"{where}.role", f"{role!r} is none of user, assistant, system")
+        raise UnsupportedRequestError(
+            f"{where}.role", f"{role!r} is none of user, assistant, system"
+        )
 
 
 def _add_assistant(conversation: Conversation, content: Any, where: str) -> None:
@@ -262,7 +270,9 @@ def _document_text(block: dict[str, Any], field: str) -> str:
         ):
             text = "\n".join(string(part.get("text"), f"{field}.source") for part in parts)
         case _:
-            raise UnsupportedRequestError(f"{field}.source", "only documents of plain text are supported")
+            raise UnsupportedRequestError(
+                f"{field}.source", "only documents of plain text are supported"
+            )
     return f"{title}\n{text}" if title else text
 
 
@@ -288,7 +298,9 @@ def _tools(tools: Any, notes: list[str]) -> list[dict[str, Any]] | None:
     return kept or None
 
 
-def _tool_choice(choice: Any, tools: list[dict[str, Any]] | None, notes: list[str]) -> tuple[Any, bool | None]:
+def _tool_choice(
+    choice: Any, tools: list[dict[str, Any]] | None, notes: list[str]
+) -> tuple[Any, bool | None]:
     choice = mapping(choice, "tool_choice")
     if not choice:
         return None, None
@@ -369,12 +381,8 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 _PING = event("ping", {"type": "ping"})
 _STOP = event("message_stop", {"type": "message_stop"})
-_BLOCK_START = (
-    b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n'
-)
-_BLOCK_DELTA = (
-    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{%b%b}}\n\n'
-)
+_BLOCK_START = b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n'
+_BLOCK_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{%b%b}}\n\n'
 _BLOCK_STOP = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'
 _DELTA: dict[BlockKind, bytes] = {
     "reasoning": b'"type":"thinking_delta","thinking":',
@@ -432,7 +440,9 @@ class _Streamer:
         self._index += 1
         self._kind = start.kind
         if start.kind == "call":
-            block = json_bytes({"type": "tool_use", "id": start.id, "name": start.name, "input": {}})
+            block = json_bytes(
+                {"type": "tool_use", "id": start.id, "name": start.name, "input": {}}
+            )
         else:
             block = _EMPTY_BLOCK[start.kind]
         return _BLOCK_START % (self._index, block)
@@ -447,7 +457,9 @@ class _Streamer:
 def _end(turn: Turn) -> bytes:
     delta = {"stop_reason": _stop_reason(turn), "stop_sequence": turn.stop_sequence}
     return (
-        event("message_delta", {"type": "message_delta", "delta": delta, "usage": _usage(turn.usage)})
+        event(
+            "message_delta", {"type": "message_delta", "delta": delta, "usage": _usage(turn.usage)}
+        )
         + _STOP
     )
 

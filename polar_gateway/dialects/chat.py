@@ -140,7 +140,9 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
         response_format=body.get("response_format"),
         template_kwargs=template_kwargs,
         stream=bool(body.get("stream")),
-        include_usage=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+        include_usage=bool(
+            mapping(body.get("stream_options"), "stream_options").get("include_usage")
+        ),
         notes=notes,
     )
 
@@ -174,7 +176,8 @@ def _text(content: Any, where: str, separator: str) -> str:
         kind = part.get("type")
         if kind not in ("text", "refusal"):
             raise UnsupportedRequestError(
-                f"{where}.content[{index}]", f"a part of type {kind!r} is not supported in this role"
+                f"{where}.content[{index}]",
+                f"a part of type {kind!r} is not supported in this role",
             )
         texts.append(string(part.get(kind), f"{where}.content[{index}]"))
     return separator.join(texts)
@@ -292,7 +295,11 @@ class _Streamer:
         self._call = -1
 
     def _chunk(self, delta: bytes, finish_reason: bytes = b"null") -> bytes:
-        return b'%b%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (self._before, delta, finish_reason)
+        return b'%b%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (
+            self._before,
+            delta,
+            finish_reason,
+        )
 
     def open(self, prompt_tokens: int) -> bytes:
         return self._chunk(b'{"role":"assistant","content":""}')

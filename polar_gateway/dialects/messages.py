@@ -234,7 +234,11 @@ class Conversation:
 
     @property
     def ends_with_assistant(self) -> bool:
-        return not self._reminders and bool(self._messages) and self._messages[-1]["role"] == "assistant"
+        return (
+            not self._reminders
+            and bool(self._messages)
+            and self._messages[-1]["role"] == "assistant"
+        )
 
     def finish(self) -> list[dict[str, Any]]:
         if self.ends_with_assistant:

@@ -34,5 +34,7 @@ def error_body(error: ErrorKind) -> bytes:
 
 
 def models_body(models: list[str]) -> bytes:
-    entries = [{"id": model, "object": "model", "created": 0, "owned_by": "polar"} for model in models]
+    entries = [
+        {"id": model, "object": "model", "created": 0, "owned_by": "polar"} for model in models
+    ]
     return json_bytes({"object": "list", "data": entries})

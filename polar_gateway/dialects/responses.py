@@ -87,7 +87,9 @@ _SEAL = "polar.1."
 def match(method: str, path: str, headers: Mapping[str, str]) -> Match | None:
     path = path.rstrip("/")
     if path.endswith("/responses"):
-        return Match("call") if method == "POST" else Match("websocket") if method == "GET" else None
+        return (
+            Match("call") if method == "POST" else Match("websocket") if method == "GET" else None
+        )
     if method == "POST" and path.endswith("/responses/input_tokens"):
         return Match("count_tokens")
     return None
@@ -147,7 +149,9 @@ def _response_format(text: dict[str, Any], notes: list[str]) -> dict[str, Any] |
             return {"type": "json_object"}
         case {"type": "json_schema", **schema}:
             return {"type": "json_schema", "json_schema": schema}
-    raise UnsupportedRequestError("text.format", "only text, json_object and json_schema are supported")
+    raise UnsupportedRequestError(
+        "text.format", "only text, json_object and json_schema are supported"
+    )
 
 
 class _Tools:
@@ -168,7 +172,9 @@ class _Tools:
             return
         listed = objects(tools, field)
         # Plain names first: they are never changed, whatever a namespace contains.
-        self._taken.update(str(tool.get("name")) for tool in listed if tool.get("type") != "namespace")
+        self._taken.update(
+            str(tool.get("name")) for tool in listed if tool.get("type") != "namespace"
+        )
         for index, tool in enumerate(listed):
             self._add_one(tool, "", f"{field}[{index}]")
 
@@ -182,7 +188,9 @@ class _Tools:
         if kind not in ("function", "custom", "local_shell"):
             note(self._notes, f"tool of type {kind} ignored")
             return
-        plain = "local_shell" if kind == "local_shell" else string(tool.get("name"), f"{field}.name")
+        plain = (
+            "local_shell" if kind == "local_shell" else string(tool.get("name"), f"{field}.name")
+        )
         engine_name = self._claim(namespace, plain)
         rename = {"type": kind, "name": plain}
         if namespace:
@@ -218,7 +226,9 @@ class _Tools:
             case {"type": "function" | "custom", "name": str(plain)}:
                 engine_name = self.engine_name(str(choice.get("namespace") or ""), plain)
                 return {"type": "function", "function": {"name": engine_name}}
-        raise UnsupportedRequestError("tool_choice", "only auto, none, required and one function are supported")
+        raise UnsupportedRequestError(
+            "tool_choice", "only auto, none, required and one function are supported"
+        )
 
 
 def engine_tool_name(namespace: str, plain: str) -> str:
@@ -291,7 +301,9 @@ class _History:
             case "additional_tools":
                 pass
             case "item_reference" | "compaction" as kind:
-                raise UnsupportedRequestError(field, f"an item of type {kind} refers to state that {_STATELESS}")
+                raise UnsupportedRequestError(
+                    field, f"an item of type {kind} refers to state that {_STATELESS}"
+                )
             case kind:
                 note(self.conversation.notes, f"input item of type {kind} ignored")
 
@@ -338,7 +350,9 @@ def _reasoning_text(item: dict[str, Any], field: str) -> str:
         try:
             return base64.b64decode(sealed[len(_SEAL) :], validate=True).decode()
         except (binascii.Error, UnicodeDecodeError) as error:
-            raise UnsupportedRequestError(f"{field}.encrypted_content", f"is damaged: {error}") from error
+            raise UnsupportedRequestError(
+                f"{field}.encrypted_content", f"is damaged: {error}"
+            ) from error
     content = _text(item.get("content"), f"{field}.content", "")
     return content or _text(item.get("summary"), f"{field}.summary", "\n\n")
 
@@ -358,7 +372,9 @@ def _call(item: dict[str, Any], kind: str, field: str, tools: _Tools) -> dict[st
     if kind == "custom_tool_call":
         text = string(item.get("input"), f"{field}.input")
         return shared.tool_call(call_id, engine_name, shared.compact_json({"input": text}))
-    return shared.tool_call(call_id, engine_name, string(item.get("arguments"), f"{field}.arguments"))
+    return shared.tool_call(
+        call_id, engine_name, string(item.get("arguments"), f"{field}.arguments")
+    )
 
 
 _LOCAL_SHELL_FIELDS = ("command", "working_directory", "timeout_ms")
@@ -372,7 +388,8 @@ def _text(content: Any, field: str, separator: str) -> str:
         text = part.get("refusal") if part.get("type") == "refusal" else part.get("text")
         if not isinstance(text, str):
             raise UnsupportedRequestError(
-                f"{field}[{index}]", f"a part of type {part.get('type')!r} is not supported in this role"
+                f"{field}[{index}]",
+                f"a part of type {part.get('type')!r} is not supported in this role",
             )
         texts.append(text)
     return separator.join(texts)
@@ -583,7 +600,9 @@ class _Streamer:
         start = self._start
         if start.kind == "call":
             call = Call(id=start.id, name=start.name, arguments=text)
-            return _call_item(self._request, f"{_base(self._completion_id)}_{self._index}", call, status)
+            return _call_item(
+                self._request, f"{_base(self._completion_id)}_{self._index}", call, status
+            )
         block: Block = Reasoning(text=text) if start.kind == "reasoning" else Text(text=text)
         item = _item(self._request, self._completion_id, self._index, block)
         if "status" in item:
@@ -627,7 +646,8 @@ class _Streamer:
                 part = item["content"][0]
                 closed = self._event(
                     b"response.output_text.done",
-                    b'%b"content_index":0,"text":%b,"logprobs":[]' % (self._at, json_bytes(part["text"])),
+                    b'%b"content_index":0,"text":%b,"logprobs":[]'
+                    % (self._at, json_bytes(part["text"])),
                 ) + self._event(
                     b"response.content_part.done",
                     b'%b"content_index":0,"part":%b' % (self._at, json_bytes(part)),

@@ -16,7 +16,7 @@ class Exchange(NamedTuple):
 
     harness: str
     scenario: str
-    index: int
+    number: int
     label: str
     """The chain it belongs to and its place there, as the recorder saw it: main0, sub1, ..."""
     request: dict[str, Any]
@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
 
     @property
     def id(self) -> str:
-        return f"{self.harness}/{self.scenario}/{self.index}"
+        return f"{self.harness}/{self.scenario}/{self.number}"
 
     @property
     def chain(self) -> str:
@@ -43,16 +43,18 @@ def load(harness: str, scenario: str) -> list[Exchange]:
         Exchange(
             harness,
             scenario,
-            index,
+            number,
             entry["label"],
             entry["request"],
             entry["response"],
             bool(entry["client_disconnected"]),
         )
-        for index, entry in enumerate(raw)
+        for number, entry in enumerate(raw)
     ]
 
 
 def recordings() -> list[tuple[str, str]]:
     """Every (harness, scenario) there is."""
-    return sorted((path.parent.name, path.name.removesuffix(".json.xz")) for path in FOLDER.glob("*/*.xz"))
+    return sorted(
+        (path.parent.name, path.name.removesuffix(".json.xz")) for path in FOLDER.glob("*/*.xz")
+    )

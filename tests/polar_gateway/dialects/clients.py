@@ -2,7 +2,7 @@
 
 import base64
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 from polar_gateway.dialects.turn import (
     Block,
@@ -64,8 +64,10 @@ def events_of(block: Block, size: int = 5) -> list[TurnEvent]:
             start = BlockStart(kind="reasoning")
         case Text(text=text):
             start = BlockStart(kind="text")
-        case Call(arguments=text):
-            start = BlockStart(kind="call", id=block.id, name=block.name)
+        case Call(id=call_id, name=name, arguments=text):
+            start = BlockStart(kind="call", id=call_id, name=name)
+        case _:
+            assert_never(block)
     deltas = [BlockDelta(text=text[at : at + size]) for at in range(0, len(text), size)]
     return [start, *deltas, BlockEnd()]
 
@@ -162,10 +164,14 @@ def _chat_streamed(events: list[Event]) -> Received:
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
             if delta.get("reasoning_content"):
-                message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+                message["reasoning_content"] = (
+                    message.get("reasoning_content", "") + delta["reasoning_content"]
+                )
             for part in delta.get("tool_calls", []):
                 if part["index"] == len(calls):
-                    calls.append({"id": part["id"], "type": part["type"], "function": {**part["function"]}})
+                    calls.append(
+                        {"id": part["id"], "type": part["type"], "function": {**part["function"]}}
+                    )
                 else:
                     assert part["index"] == len(calls) - 1
                     calls[-1]["function"]["arguments"] += part["function"]["arguments"]
@@ -186,7 +192,9 @@ def _responses_items(items: list[dict[str, Any]]) -> Received:
                 name = "__".join(filter(None, [item.get("namespace"), item["name"]]))
                 blocks.append(Call(id=item["call_id"], name=name, arguments=item["arguments"]))
             case "custom_tool_call":
-                spelled = json.dumps({"input": item["input"]}, ensure_ascii=False, separators=(",", ":"))
+                spelled = json.dumps(
+                    {"input": item["input"]}, ensure_ascii=False, separators=(",", ":")
+                )
                 blocks.append(Call(id=item["call_id"], name=item["name"], arguments=spelled))
     return Received(blocks, items)
 
@@ -197,7 +205,7 @@ def _responses_whole(response: dict[str, Any]) -> Received:
 
 def _responses_streamed(events: list[Event]) -> Received:
     """As codex reads it: finished items only, and only before the closing event."""
-    items = []
+    items: list[dict[str, Any]] = []
     for at, (name, data) in enumerate(events):
         assert name == data["type"]
         assert data["sequence_number"] == at

@@ -40,7 +40,9 @@ def normalised(exchange: Exchange) -> ModelRequest:
 
 def chains(exchanges: list[Exchange]) -> list[list[Exchange]]:
     ordered = sorted(exchanges, key=lambda exchange: exchange.chain)
-    return [list(group) for _, group in itertools.groupby(ordered, key=lambda exchange: exchange.chain)]
+    return [
+        list(group) for _, group in itertools.groupby(ordered, key=lambda exchange: exchange.chain)
+    ]
 
 
 def test_the_four_harnesses_are_recorded_in_all_three_dialects() -> None:
@@ -58,7 +60,9 @@ def test_every_recorded_request_is_a_model_call_with_its_key(harness: str, scena
 
 
 @pytest.mark.parametrize(("harness", "scenario"), SCENARIOS)
-def test_a_recorded_request_becomes_messages_that_templates_accept(harness: str, scenario: str) -> None:
+def test_a_recorded_request_becomes_messages_that_templates_accept(
+    harness: str, scenario: str
+) -> None:
     for exchange in spoken(harness, scenario):
         request = normalised(exchange)
         roles = [message["role"] for message in request.messages]
@@ -98,14 +102,20 @@ def texts(body: dict[str, Any]) -> list[str]:
         if isinstance(value, list):
             return [text for each in value for text in walk(each)]
         if isinstance(value, dict):
-            found = [value[key] for key in ("text", "thinking", "output") if isinstance(value.get(key), str)]
+            found = [
+                value[key]
+                for key in ("text", "thinking", "output")
+                if isinstance(value.get(key), str)
+            ]
             if isinstance(value.get("content"), str):
                 found.append(value["content"])
             return found + walk(value.get("content")) + walk(value.get("summary"))
         return []
 
-    given = [body.get(key) for key in ("instructions", "system") if isinstance(body.get(key), str)]
-    return given + walk(body.get("messages")) + walk(body.get("input")) + walk(body.get("system"))
+    given = [body.get(key) for key in ("instructions", "system")]
+    return [text for text in given if isinstance(text, str)] + [
+        text for key in ("messages", "input", "system") for text in walk(body.get(key))
+    ]
 
 
 @pytest.mark.parametrize(("harness", "scenario"), SCENARIOS)
@@ -120,7 +130,9 @@ def test_a_chains_messages_only_grow_at_their_end(harness: str, scenario: str) -
                 continue
             assert after.messages[:last] == before.messages[:last], later.id
             assert after.messages[last]["role"] == before.messages[last]["role"], later.id
-            assert after.messages[last]["content"].startswith(before.messages[last]["content"]), later.id
+            assert after.messages[last]["content"].startswith(before.messages[last]["content"]), (
+                later.id
+            )
             if scenario.startswith(("rec_", "basic", "parallel", "thinking", "gpt55", "patch")):
                 assert after.messages[last] == before.messages[last], later.id
                 told = receive_stream(routed(earlier).dialect, earlier.response["sse"]).blocks
@@ -142,7 +154,9 @@ def test_translating_leaves_the_body_as_it_was(harness: str, scenario: str) -> N
 
 
 @pytest.mark.parametrize(("harness", "scenario"), SCENARIOS)
-def test_a_recorded_answer_streamed_by_us_has_its_blocks_and_its_events(harness: str, scenario: str) -> None:
+def test_a_recorded_answer_streamed_by_us_has_its_blocks_and_its_events(
+    harness: str, scenario: str
+) -> None:
     """The recorded answers are streamed anew by us: same blocks, whole and streamed, and at least
     the events that the harness was content with, in their order."""
     for exchange in spoken(harness, scenario):
@@ -151,7 +165,7 @@ def test_a_recorded_answer_streamed_by_us_has_its_blocks_and_its_events(harness:
         dialect, request = routed(exchange).dialect, normalised(exchange)
         recorded = exchange.response["sse"]
         told = receive_stream(dialect, recorded).blocks
-        finish = "length" if scenario == "length" and exchange.index == 0 else "stop"
+        finish = "length" if scenario == "length" and exchange.number == 0 else "stop"
         answer = turn(told, finish)
         streamed = stream(dialect, request, answer)
         assert receive_stream(dialect, streamed).blocks == told, exchange.id
@@ -172,8 +186,10 @@ def _kinds(answer: bytes | str) -> list[str]:
         if name is not None:
             found.append(name)
             continue
-        for choice in data["choices"]:
-            found.append("finish" if choice["finish_reason"] else "+".join(choice["delta"]))
+        found += [
+            "finish" if choice["finish_reason"] else "+".join(choice["delta"])
+            for choice in data["choices"]
+        ]
         if data.get("usage"):
             found.append("usage")
     return found

@@ -1,0 +1,421 @@
+import json
+from typing import Any
+
+import pytest
+
+from polar_gateway.dialects import anthropic
+from polar_gateway.dialects.turn import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Call,
+    ErrorKind,
+    ModelRequest,
+    Reasoning,
+    Text,
+    TurnEnd,
+    UnsupportedRequestError,
+)
+from tests.polar_gateway.dialects.clients import COMPLETION_ID, parse_sse, turn
+
+TOOL = {"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}
+USE = {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}}
+
+
+def normalise(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
+    return anthropic.normalise({"model": "m", "messages": list(messages), **fields})
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def text(value: str, **extra: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **extra}
+
+
+def result(content: Any, **extra: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "a", "content": content, **extra}
+
+
+ASKED = [user(text("Go.")), {"role": "assistant", "content": [USE]}]
+
+
+def test_a_text_is_the_same_as_a_string_and_as_cached_blocks() -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    plain = normalise({"role": "user", "content": "Hello"}, system="Be brief.")
+    blocks = normalise(user(text("Hello", **cached)), system=[text("Be brief.", **cached)])
+    assert plain == blocks
+    assert plain.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [text("x-anthropic-billing-header: cc_version=1;"), text("Be brief.")],
+        "x-anthropic-billing-header: cc_version=1;\nBe brief.",
+    ],
+)
+def test_the_billing_line_does_not_reach_the_prompt(system: Any) -> None:
+    assert normalise(user(text("Hi")), system=system).messages[0]["content"] == "Be brief."
+
+
+def test_a_turn_with_thinking_and_calls_keeps_all_of_it() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    request = normalise(
+        user(text("Go.")),
+        {"role": "assistant", "content": [thinking, text("Running."), USE]},
+        user(result("done")),
+    )
+    assert request.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": "Running.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {
+                    "id": "a",
+                    "type": "function",
+                    "function": {"name": "Bash", "arguments": '{"command":"ls"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "done"},
+    ]
+
+
+def test_what_a_user_says_beside_tool_results_follows_them() -> None:
+    messages = normalise(*ASKED, user(text("And now?"), result("done"))).messages
+    assert [message["role"] for message in messages[2:]] == ["tool", "user"]
+    assert messages[-1]["content"] == "And now?"
+
+
+def test_a_reminder_beside_tool_results_stays_with_them() -> None:
+    note = "<system-reminder>\nThe file changed.\n</system-reminder>"
+    beside = normalise(*ASKED, user(result("done"), text(note + "\n")))
+    behind = normalise(
+        *ASKED, user(result("done")), {"role": "system", "content": "The file changed."}
+    )
+    assert beside.messages == behind.messages
+    assert beside.messages[-1] == {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": f"done\n\n{note}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("exit 1", "Error: exit 1"),
+        ("Error: no such file", "Error: no such file"),
+        ("<tool_use_error>no</tool_use_error>", "<tool_use_error>no</tool_use_error>"),
+        ([text("exit 1")], "Error: exit 1"),
+    ],
+)
+def test_a_failed_tool_says_so_in_its_text(content: Any, expected: str) -> None:
+    assert (
+        normalise(*ASKED, user(result(content, is_error=True))).messages[-1]["content"] == expected
+    )
+    assert normalise(*ASKED, user(result(content, is_error=False))).messages[-1]["content"] in (
+        content,
+        "exit 1",
+    )
+
+
+def test_an_image_goes_on_as_a_url_also_from_a_tool() -> None:
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
+    }
+    remote = {"type": "image", "source": {"type": "url", "url": "http://host/a.png"}}
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert normalise(*ASKED, user(result([image], is_error=True))).messages[-1]["content"] == [
+        {"type": "text", "text": "Error:"},
+        part,
+    ]
+    assert normalise(user(image, remote)).messages[0]["content"] == [
+        part,
+        {"type": "image_url", "image_url": {"url": "http://host/a.png"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "text", "media_type": "text/plain", "data": "body"},
+        {"type": "content", "content": "body"},
+        {"type": "content", "content": [text("body")]},
+    ],
+)
+def test_a_document_of_text_is_its_title_and_text(source: dict[str, Any]) -> None:
+    block = {"type": "document", "source": source, "title": "Notes"}
+    assert normalise(user(block)).messages[0]["content"] == "Notes\nbody"
+
+
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        (
+            {"type": "document", "source": {"type": "base64", "data": "AA=="}},
+            "messages[0].content[0].source",
+        ),
+        (
+            {"type": "image", "source": {"type": "file", "file_id": "f"}},
+            "messages[0].content[0].source",
+        ),
+        ({"type": "text", "text": 1}, "messages[0].content[0].text"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_path(block: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedRequestError) as refused:
+        normalise(user(block))
+    assert refused.value.field == field
+
+
+def test_an_unknown_block_is_never_refused() -> None:
+    reference = {"type": "tool_reference", "tool_name": "Edit", "cache_control": {}}
+    request = normalise(
+        user(text("Go.")),
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, USE]},
+        user(result([reference])),
+    )
+    assert request.messages[-1]["content"] == '{"type":"tool_reference","tool_name":"Edit"}'
+    assert request.notes == [
+        "assistant block redacted_thinking ignored",
+        "block tool_reference sent as JSON text",
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user"}],
+        [{"role": "robot", "content": "Hi"}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}],
+        ["Hi"],
+    ],
+)
+def test_a_conversation_that_cannot_be_answered_is_refused(messages: list[Any]) -> None:
+    with pytest.raises(UnsupportedRequestError, match="messages"):
+        normalise(*messages)
+
+
+def test_a_tool_is_a_function() -> None:
+    typed = {"type": "custom", "name": "Read", "input_schema": {"type": "object"}}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    request = normalise(user(text("Hi")), tools=[TOOL, typed, search])
+    assert request.tools == [
+        {
+            "type": "function",
+            "function": {"name": "Bash", "description": "Run.", "parameters": {"type": "object"}},
+        },
+        {"type": "function", "function": {"name": "Read", "parameters": {"type": "object"}}},
+    ]
+    assert request.notes == ["tool web_search of type web_search_20250305 ignored"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, ("auto", None)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("required", False)),
+        ({"type": "none"}, ("none", None)),
+        (
+            {"type": "tool", "name": "Bash"},
+            ({"type": "function", "function": {"name": "Bash"}}, None),
+        ),
+    ],
+)
+def test_a_tool_choice_is_the_engines(choice: dict[str, Any], expected: tuple[Any, Any]) -> None:
+    request = normalise(user(text("Hi")), tools=[TOOL], tool_choice=choice)
+    assert (request.tool_choice, request.parallel_tool_calls) == expected
+    without = normalise(user(text("Hi")), tools=[], tool_choice=choice)
+    assert (without.tools, without.tool_choice, without.parallel_tool_calls) == (None, None, None)
+    assert without.notes == ["tool_choice without tools ignored"]
+
+
+def test_a_tool_choice_of_another_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedRequestError, match="tool_choice"):
+        normalise(user(text("Hi")), tools=[TOOL], tool_choice={"type": "dice"})
+
+
+def test_sampling_is_only_what_the_harness_set() -> None:
+    request = normalise(
+        user(text("Hi")),
+        max_tokens=7,
+        temperature=0,
+        top_p=None,
+        top_k=5,
+        stop_sequences=["END"],
+        stream=True,
+    )
+    assert request.sampling == {"temperature": 0, "top_k": 5, "stop": ["END"]}
+    assert (request.max_tokens, request.stream) == (7, True)
+    assert normalise(user(text("Hi"))).sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "template_kwargs"),
+    [
+        (None, {}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, {}),
+        ({"type": "enabled", "budget_tokens": 1024}, {}),
+    ],
+)
+def test_thinking_is_turned_off_only_where_the_harness_says_so(
+    thinking: Any, template_kwargs: dict[str, Any]
+) -> None:
+    assert normalise(user(text("Hi")), thinking=thinking).template_kwargs == template_kwargs
+
+
+REQUEST = ModelRequest(model="claude-x", messages=[])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "finish", "stop_sequence", "reason"),
+    [
+        ([Text(text="a")], "stop", None, "end_turn"),
+        ([Text(text="a")], "stop", "END", "stop_sequence"),
+        ([Text(text="a")], "length", None, "max_tokens"),
+        ([Call(id="a", name="Bash", arguments="{}")], "tool_calls", None, "tool_use"),
+        ([Call(id="a", name="Bash", arguments="{}")], "stop", None, "tool_use"),
+        ([], "tool_calls", None, "end_turn"),
+    ],
+)
+def test_an_answer_says_why_it_stopped(
+    blocks: Any, finish: Any, stop_sequence: Any, reason: str
+) -> None:
+    answered = turn(blocks, finish)
+    answered.stop_sequence = stop_sequence
+    whole = json.loads(anthropic.answer(REQUEST, answered))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop_sequence)
+    streamer = anthropic.streamer(REQUEST, COMPLETION_ID, 1)
+    [delta, stop] = parse_sse(streamer.event(TurnEnd(turn=answered)))
+    assert delta.data["delta"] == {"stop_reason": reason, "stop_sequence": stop_sequence}
+    assert delta.data["usage"] == whole["usage"]
+    assert stop.name == "message_stop"
+
+
+def test_a_whole_answer_has_the_providers_shape() -> None:
+    blocks: list[Block] = [
+        Reasoning(text="hm"),
+        Text(text="ok"),
+        Call(id="a", name="Bash", arguments='{"command": "ls"}'),
+        Call(id="b", name="Bash", arguments='{"command": "l'),
+    ]
+    answered = turn(blocks, "tool_calls", prompt_tokens=100, cached_tokens=64)
+    assert json.loads(anthropic.answer(REQUEST, answered)) == {
+        "id": COMPLETION_ID,
+        "type": "message",
+        "role": "assistant",
+        "model": "claude-x",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": COMPLETION_ID},
+            {"type": "text", "text": "ok"},
+            {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}},
+            {
+                "type": "tool_use",
+                "id": "b",
+                "name": "Bash",
+                "input": {"__unparsedToolInput": {"raw": '{"command": "l'}},
+            },
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 36,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 64,
+            "output_tokens": 50,
+        },
+    }
+
+
+def test_arguments_that_are_no_object_come_back_as_they_were_sampled() -> None:
+    for spelled in ('{"command": "l', "[1]", "no json", "7"):
+        [call] = json.loads(
+            anthropic.answer(REQUEST, turn([Call(id="a", name="Bash", arguments=spelled)]))
+        )["content"]
+        again = normalise(
+            user(text("Go.")), {"role": "assistant", "content": [call]}, user(result("no"))
+        )
+        assert again.messages[1]["tool_calls"][0]["function"]["arguments"] == spelled
+
+
+def test_a_stream_is_written_byte_for_byte_as_the_provider_does() -> None:
+    streamer = anthropic.streamer(REQUEST, COMPLETION_ID, 1)
+    written = streamer.open(12)
+    for event in (
+        BlockStart(kind="reasoning"),
+        BlockDelta(text="hm"),
+        BlockEnd(),
+        BlockStart(kind="text"),
+        BlockDelta(text='"é"\n'),
+        BlockEnd(),
+        BlockStart(kind="call", id="a", name="Bash"),
+        BlockDelta(text='{"x":'),
+        BlockEnd(),
+    ):
+        written += streamer.event(event)
+    assert written.decode().split("\n\n") == [
+        'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_0123456789ab","type":"message","role":"assistant","model":"claude-x","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":12,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0}}}',
+        'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"thinking","thinking":"","signature":""}}',
+        'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"hm"}}',
+        'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"signature_delta","signature":"msg_0123456789ab"}}',
+        'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}',
+        'event: content_block_start\ndata: {"type":"content_block_start","index":1,"content_block":{"type":"text","text":""}}',
+        'event: content_block_delta\ndata: {"type":"content_block_delta","index":1,"delta":{"type":"text_delta","text":"\\"é\\"\\n"}}',
+        'event: content_block_stop\ndata: {"type":"content_block_stop","index":1}',
+        'event: content_block_start\ndata: {"type":"content_block_start","index":2,"content_block":{"type":"tool_use","id":"a","name":"Bash","input":{}}}',
+        'event: content_block_delta\ndata: {"type":"content_block_delta","index":2,"delta":{"type":"input_json_delta","partial_json":"{\\"x\\":"}}',
+        'event: content_block_stop\ndata: {"type":"content_block_stop","index":2}',
+        "",
+    ]
+    assert streamer.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_request", 400, "invalid_request_error"),
+        ("authentication", 401, "authentication_error"),
+        ("not_found", 404, "not_found_error"),
+        ("too_large", 413, "request_too_large"),
+        ("rate_limit", 429, "rate_limit_error"),
+        ("overloaded", 529, "overloaded_error"),
+        ("session_closed", 403, "permission_error"),
+        ("internal", 500, "api_error"),
+    ],
+)
+def test_an_error_has_the_providers_shape(code: Any, status: int, kind: str) -> None:
+    error = ErrorKind(
+        status=503 if code == "overloaded" else status, code=code, message="So it is."
+    )
+    assert anthropic.error_status(error) == status
+    body = json.loads(anthropic.error_body(error))
+    assert body == {"type": "error", "error": {"type": kind, "message": "So it is."}}
+    streamer = anthropic.streamer(REQUEST, COMPLETION_ID, 1)
+    assert parse_sse(streamer.error(error)) == [("error", body)]
+
+
+@pytest.mark.parametrize("message", ["prompt is too long: 9 tokens > 8 maximum", "9 tokens, 8 fit"])
+def test_an_overflow_is_said_in_the_words_that_make_claude_code_compact(message: str) -> None:
+    error = ErrorKind(status=400, code="context_overflow", message=message)
+    body = json.loads(anthropic.error_body(error))
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"].count("prompt is too long") == 1
+    assert body["error"]["message"].endswith(message)
+
+
+def test_auxiliary_answers_have_the_providers_shape() -> None:
+    assert json.loads(anthropic.count_body(42)) == {"input_tokens": 42}
+    listed = json.loads(anthropic.models_body(["m", "n"]))
+    assert [entry["id"] for entry in listed["data"]] == ["m", "n"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("m", "n", False)
+    assert json.loads(anthropic.models_body([]))["data"] == []
