@@ -7,7 +7,7 @@ A dialect is a module with the functions of `turn.Dialect`; a new one is a modul
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Spelled twice, because to mypy a package that imports its modules from itself re-exports them.
+# Spelled twice: mypy takes a package that imports its own modules for one that re-exports them.
 from polar_gateway.dialects import anthropic as anthropic
 from polar_gateway.dialects import chat as chat
 from polar_gateway.dialects import responses as responses
