@@ -1,0 +1,361 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import msgspec
+import pytest
+
+from polar_gateway.testing.engine import Fault, ScriptedEngine
+from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
+
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+LOOK = Step(
+    think="I look first.",
+    say="Both at once.",
+    calls=[
+        ScriptedCall(name="bash", arguments={"command": "ls -la"}),
+        ScriptedCall(name="bash", arguments={"command": "cat ünï.txt"}),
+    ],
+)
+DONE = Step(think="That is all.", say="Done ✓.")
+SCRIPT = Script(rules=[Rule(match="Look around", steps=[LOOK, DONE])])
+USER = {"role": "user", "content": "Look around."}
+ASK = {
+    "model": "tiny",
+    "messages": [USER],
+    "tools": TOOLS,
+    "logprobs": True,
+    "return_token_ids": True,
+}
+
+
+class Client:
+    def __init__(self, engine: ScriptedEngine, http: httpx2.AsyncClient) -> None:
+        self.engine = engine
+        self.http = http
+
+    async def whole(self, **fields: Any) -> dict[str, Any]:
+        reply = await self.http.post("/v1/chat/completions", json={**ASK, **fields})
+        assert reply.status_code == 200, reply.text
+        document: dict[str, Any] = reply.json()
+        return document
+
+    async def events(self, **fields: Any) -> list[dict[str, Any]]:
+        """The documents of a stream, which must end with its mark."""
+        body = {**ASK, "stream": True, **fields}
+        reply = await self.http.post("/v1/chat/completions", json=body)
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *data, end = re.findall(r"^data: (.*)$", reply.text, re.MULTILINE)
+        assert end == "[DONE]"
+        return [json.loads(document) for document in data]
+
+    async def refused(self, status: int, **fields: Any) -> dict[str, Any]:
+        body = {**ASK, **fields}
+        reply = await self.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == status
+        error: dict[str, Any] = reply.json()["error"]
+        assert error["code"] == status
+        return error
+
+
+@pytest.fixture(scope="module")
+async def running(anyio_backend: str) -> AsyncIterator[ScriptedEngine]:
+    """One server for all: starting and stopping it takes longer than most tests."""
+    async with ScriptedEngine(SCRIPT) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(running: ScriptedEngine) -> AsyncIterator[Client]:
+    running.calls.clear()
+    running.total_calls = 0
+    running.faults = []
+    running.max_model_len = 131_072
+    async with httpx2.AsyncClient(base_url=running.url) as http:
+        yield Client(running, http)
+
+
+def choices(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice for event in events for choice in event.get("choices", [])]
+
+
+async def test_a_whole_answer_has_ids_that_spell_it_and_a_logprob_for_each(client: Client) -> None:
+    answer = await client.whole()
+    [choice] = answer["choices"]
+    tokenizer = client.engine.tokenizer
+    assert tokenizer.decode(choice["token_ids"]) == LOOK.text + "<|im_end|>"
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
+    assert all(-100 < entry["logprob"] < 0 for entry in entries)
+    assert len({entry["logprob"] for entry in entries}) > len(entries) / 2
+    assert answer["prompt_token_ids"] == tokenizer.encode(client.engine.calls[0].prompt)
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_a_whole_answer_is_parsed(client: Client) -> None:
+    [choice] = (await client.whole())["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"] == "\nI look first.\n"
+    assert choice["message"]["content"] == "\n\nBoth at once.\n"
+    calls = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [
+        {"command": "ls -la"},
+        {"command": "cat ünï.txt"},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+
+
+async def test_a_stream_says_the_same_as_a_whole_answer_with_the_same_seed(client: Client) -> None:
+    whole = await client.whole(seed=5)
+    events = await client.events(seed=5)
+    [choice] = whole["choices"]
+    first, *later = choices(events)
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in events[1:])
+    assert [i for c in later for i in c["token_ids"]] == choice["token_ids"]
+    assert [e for c in later for e in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+    assert later[-1]["finish_reason"] == "tool_calls"
+    reasoning = "".join(c["delta"].get("reasoning", "") for c in later)
+    assert reasoning == choice["message"]["reasoning"]
+
+
+async def test_usage_ends_a_stream_only_if_it_was_asked_for(client: Client) -> None:
+    plain = await client.events()
+    assert not any("usage" in event for event in plain)
+    counted = await client.events(stream_options={"include_usage": True})
+    assert counted[-1]["choices"] == []
+    sampled = sum(len(choice.get("token_ids", [])) for choice in choices(counted))
+    assert counted[-1]["usage"]["completion_tokens"] == sampled
+
+
+async def test_ids_and_logprobs_come_only_if_they_were_asked_for(client: Client) -> None:
+    answer = await client.whole(logprobs=False, return_token_ids=False)
+    assert answer["prompt_token_ids"] is None
+    assert answer["choices"][0]["token_ids"] is None
+    assert answer["choices"][0]["logprobs"] is None
+
+
+async def test_a_conversation_takes_one_step_a_turn(client: Client) -> None:
+    answer = (await client.whole())["choices"][0]["message"]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "x"}
+        for call in answer["tool_calls"]
+    ]
+    last = await client.whole(messages=[USER, answer, *results])
+    assert last["choices"][0]["message"]["content"] == "\n\nDone ✓."
+    assert last["choices"][0]["finish_reason"] == "stop"
+    first_prompt, second_prompt = (call.prompt_token_ids for call in client.engine.calls)
+    assert second_prompt[: len(first_prompt)] == first_prompt
+
+
+async def test_a_turn_without_a_seed_is_sampled_anew(client: Client) -> None:
+    answers = [await client.whole() for _ in range(3)]
+    assert len({tuple(a["choices"][0]["token_ids"]) for a in answers}) == 3
+
+
+async def test_an_answer_that_runs_into_its_limit_ends_by_length(client: Client) -> None:
+    [choice] = (await client.whole(max_tokens=4))["choices"]
+    assert len(choice["token_ids"]) == 4
+    assert choice["finish_reason"] == "length"
+    assert choices(await client.events(max_completion_tokens=4))[-1]["finish_reason"] == "length"
+
+
+async def test_the_room_left_in_the_context_limits_an_answer_too(client: Client) -> None:
+    prompt = (await client.whole())["usage"]["prompt_tokens"]
+    client.engine.max_model_len = prompt + 3
+    [choice] = (await client.whole(max_tokens=100))["choices"]
+    assert len(choice["token_ids"]) == 3
+
+
+async def test_calls_in_parallel_may_be_forbidden(client: Client) -> None:
+    [choice] = (await client.whole(parallel_tool_calls=False))["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_top_logprobs_are_the_likeliest_of_their_context(client: Client) -> None:
+    [choice] = (await client.whole(top_logprobs=3))["choices"]
+    for entry in choice["logprobs"]["content"]:
+        top = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(top) == 3
+        assert top == sorted(top, reverse=True)
+
+
+async def test_the_request_id_names_the_answer(client: Client) -> None:
+    reply = await client.http.post(
+        "/v1/chat/completions", json=ASK, headers={"x-request-id": "mine"}
+    )
+    assert reply.json()["id"] == client.engine.calls[0].request_id == "chatcmpl-mine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (
+            {"messages": [USER, {"role": "system", "content": "x"}]},
+            None,
+            "must be at the beginning",
+        ),
+        ({"messages": [{"role": "developer", "content": "x"}, USER]}, None, "developer"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 200}]},
+            "input_tokens",
+            "least 101 input",
+        ),
+        ({"messages": []}, None, "empty conversation"),
+        ({"messages": "x"}, "body.messages", "Expected `array`"),
+        ({"tools": []}, "tools", "must not be an empty array"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+        ({"max_tokens": 101}, "max_tokens", "max_tokens=101 cannot be greater than"),
+        ({"max_tokens": "many"}, "body.max_tokens", "Expected `int | null`"),
+        ({"temperature": -1}, "temperature", "non-negative"),
+        ({"top_logprobs": 21}, "logprobs", "max allowed: 20"),
+        ({"n": 2}, "n", "one choice"),
+    ],
+)
+async def test_what_vllm_refuses_is_refused_in_its_words(
+    client: Client, fields: dict[str, Any], param: str | None, said: str
+) -> None:
+    client.engine.max_model_len = 100
+    error = await client.refused(400, **fields)
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+async def test_an_unknown_model_is_not_found(client: Client) -> None:
+    error = await client.refused(404, model="big")
+    assert error["message"] == "The model `big` does not exist. Valid aliases: tiny."
+
+
+async def test_a_body_that_is_no_json_is_refused(client: Client) -> None:
+    reply = await client.http.post("/v1/chat/completions", content=b"{oops")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "Bad Request"
+
+
+async def test_it_says_that_it_is_no_model(client: Client) -> None:
+    [card] = (await client.http.get("/v1/models")).json()["data"]
+    assert card["owned_by"] == "scripted"
+    assert "no model" in card["description"]
+    assert card["max_model_len"] == 131_072
+    assert (await client.http.get("/version")).json()["version"].startswith("scripted")
+    assert (await client.whole())["system_fingerprint"].startswith("scripted")
+    assert (await client.http.get("/health")).status_code == 200
+
+
+async def test_tokenize_gives_the_ids_of_text_and_of_messages(client: Client) -> None:
+    tokenizer = client.engine.tokenizer
+    text = (await client.http.post("/tokenize", json={"prompt": "a<|im_end|>"})).json()
+    assert text["tokens"] == [*tokenizer.encode("a"), tokenizer.end_of_turn]
+    chat = (await client.http.post("/tokenize", json={"messages": [USER]})).json()
+    assert chat["tokens"] == (await client.whole(tools=None))["prompt_token_ids"]
+
+
+async def test_calls_can_be_read_over_http(client: Client) -> None:
+    answer = await client.whole()
+    listed = (await client.http.get("/scripted/calls")).json()
+    assert listed["total"] == 1
+    [call] = listed["calls"]
+    assert call["token_ids"] == answer["choices"][0]["token_ids"]
+    assert call["message"] == answer["choices"][0]["message"]
+    assert call["finished"]
+
+
+async def test_a_fault_spoils_as_many_calls_as_it_says(client: Client) -> None:
+    client.engine.faults = [Fault(skip=1, times=2, status=429, headers={"retry-after": "3"})]
+    replies = [await client.http.post("/v1/chat/completions", json=ASK) for _ in range(4)]
+    assert [reply.status_code for reply in replies] == [200, 429, 429, 200]
+    assert replies[1].headers["retry-after"] == "3"
+
+
+async def test_faults_can_be_set_over_http(client: Client) -> None:
+    reply = await client.http.post("/scripted/faults", json=[{"status": 503}])
+    assert reply.json() == {"faults": 1}
+    await client.refused(503)
+    misspelled = await client.http.post("/scripted/faults", json=[{"stauts": 503}])
+    assert misspelled.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_connection_may_be_cut_in_mid_answer(client: Client, stream: bool) -> None:
+    client.engine.faults = [Fault(disconnect_after=3)]
+    with pytest.raises(httpx2.RemoteProtocolError):
+        await client.http.post("/v1/chat/completions", json={**ASK, "stream": stream})
+    [call] = client.engine.calls
+    assert (call.sent_tokens, call.finished) == (3, False)
+
+
+async def test_an_error_may_come_inside_a_stream(client: Client) -> None:
+    client.engine.faults = [Fault(error_after=2, message="broken"), Fault(error_after=2)]
+    events = await client.events()
+    assert len(choices(events)) == 3
+    assert events[-1]["error"]["message"] == "broken"
+    await client.refused(500)
+
+
+async def test_an_aborted_answer_says_so(client: Client) -> None:
+    client.engine.faults = [Fault(abort_after=2, times=2)]
+    [choice] = (await client.whole())["choices"]
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("abort", 2)
+    assert choices(await client.events())[-1]["finish_reason"] == "abort"
+
+
+async def test_ids_and_logprobs_may_be_missing(client: Client) -> None:
+    client.engine.faults = [Fault(omit=["token_ids", "prompt_token_ids"]), Fault(omit=["logprobs"])]
+    first, second = await client.whole(), await client.whole()
+    assert first["prompt_token_ids"] is None
+    assert first["choices"][0]["token_ids"] is None
+    assert first["choices"][0]["logprobs"] is not None
+    assert second["choices"][0]["logprobs"] is None
+
+
+async def test_tokens_come_at_the_pace_that_was_set(client: Client) -> None:
+    client.engine.faults = [Fault(delay=0.05, token_delay=0.01)]
+    began = time.monotonic()
+    answer = await client.whole(max_tokens=6)
+    assert time.monotonic() - began >= 0.1
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_an_answer_stops_when_its_client_goes(client: Client) -> None:
+    client.engine.faults = [Fault(token_delay=0.02)]
+    body = {**ASK, "stream": True}
+    async with client.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for _ in reply.aiter_lines():
+            break
+    await anyio.sleep(0.1)
+    [call] = client.engine.calls
+    sent = call.sent_tokens
+    await anyio.sleep(0.1)
+    assert call.sent_tokens == sent < len(call.token_ids)
+    assert not call.finished
+
+
+def test_the_command_serves_a_script_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    script, ready = tmp_path / "script.json", tmp_path / "ready"
+    script.write_bytes(msgspec.json.encode(SCRIPT))
+    command = [sys.executable, "-m", "polar_gateway.testing.engine", "--port", "0"]
+    command += ["--script", str(script), "--ready-file", str(ready)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url, said = process.stdout.readline().split(maxsplit=1)
+            assert "no model" in said
+            deadline = time.monotonic() + 10
+            while not ready.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ready.read_text() == url
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=ASK).json()
+            assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
+        finally:
+            process.terminate()
+        assert process.wait(timeout=10) in (0, -15)
+    assert os.listdir(tmp_path).count("ready.part") == 0
