@@ -20,6 +20,7 @@ from polar_server.protocol import SessionView, TaskStatus
 
 PATH = ("REGISTERED", "INITIALIZING", "READY", "RUNNING", "POST_RUN", "BUILDING", "EVALUATING")
 """A session's public states in order; how far along it is, is how far a bar is drawn."""
+LONGEST_STATE = max(map(len, PATH))
 STYLES = {"COMPLETED": "green", "TIMEOUT": "yellow", "ERROR": "red", "RUNNING": "cyan"}
 
 
@@ -73,7 +74,7 @@ def result_table(rows: list[tuple[str, SessionSummary]]) -> Table:
         table.add_row(
             label,
             Text(row.status, STYLES.get(row.status, "")),
-            "none" if row.reward is None else f"{row.reward:g}",
+            _number(row.reward, "none"),
             str(row.completions),
             str(row.traces),
             str(row.prompt_tokens),
@@ -81,6 +82,10 @@ def result_table(rows: list[tuple[str, SessionSummary]]) -> Table:
             row.verdict,
         )
     return table
+
+
+def _number(reward: float | None, none: str = "") -> str:
+    return none if reward is None else str(round(reward, 4))
 
 
 def session_table(sessions: list[SessionView]) -> Table:
@@ -97,7 +102,7 @@ def session_table(sessions: list[SessionView]) -> Table:
             Text(session.status, STYLES.get(session.status, "")),
             session.node_id or "",
             str(session.completion_count),
-            "" if session.reward is None else f"{session.reward:g}",
+            _number(session.reward),
         )
     return table
 
@@ -138,7 +143,7 @@ class Progress:
     def __init__(self, console: Console, labels: dict[str, str]) -> None:
         self._console = console
         self._labels = labels
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[tuple[str, int], _Line] = {}
         self._live = (
             Live(get_renderable=self._draw, console=console, refresh_per_second=4)
             if console.is_terminal
@@ -161,17 +166,16 @@ class Progress:
 
     def update(self, task: TaskStatus) -> None:
         for number, session in enumerate(task.sessions, start=1):
-            key = session.session_id
-            line = self._lines.get(key)
-            if line is None:
-                line = self._lines[key] = _Line(label=f"{self._labels[task.task_id]} {number}")
+            label = self._labels[task.task_id]
+            line = self._lines.setdefault((label, number), _Line(f"{label} {number}"))
             changed = line.follow(session, time.monotonic())
             if changed and self._live is None:
                 self._console.print(line.plain(), highlight=False, soft_wrap=True)
 
     def _draw(self) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
-        for line in self._lines.values():
+        order = list(self._labels.values())
+        for _, line in sorted(self._lines.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
             grid.add_row(*line.cells(time.monotonic()))
         return grid
 
@@ -201,7 +205,7 @@ class _Line:
         if self.ended is not None:
             said += f", {self._calls()}"
             if self.session.reward is not None:
-                said += f", reward {self.session.reward:g}"
+                said += f", reward {_number(self.session.reward)}"
             if self.session.error:
                 said += f": {self.session.error}"
         return said
@@ -211,11 +215,17 @@ class _Line:
         state = self.session.status
         done = PATH.index(state) if state in PATH else len(PATH)
         seconds = "" if self.began is None else f"{(self.ended or now) - self.began:.0f} s"
-        reward = "" if self.session.reward is None else f"reward {self.session.reward:g}"
+        reward = "" if self.session.reward is None else f"reward {_number(self.session.reward)}"
         return (
             Text(self.label, "bold"),
-            ProgressBar(total=len(PATH), completed=done, width=24),
-            Text(state, STYLES.get(state, "")),
+            ProgressBar(
+                total=len(PATH),
+                completed=done,
+                width=21,
+                complete_style="cyan",
+                finished_style=STYLES.get(state, "green"),
+            ),
+            Text(state.ljust(LONGEST_STATE), STYLES.get(state, "")),
             Text(self._calls()),
             Text(seconds, "dim"),
             Text(reward or (self.session.error or "")[:60]),

@@ -72,7 +72,7 @@ def test_the_table_tells_no_reward_from_a_reward_of_zero() -> None:
     head, codex, pi = plain(result_table(rows)).splitlines()
     assert head.split()[:3] == ["harness", "status", "reward"]
     assert codex.split()[:3] == ["codex", "COMPLETED", "none"]
-    assert pi.split()[:3] == ["pi", "COMPLETED", "0"]
+    assert pi.split()[:3] == ["pi", "COMPLETED", "0.0"]
 
 
 def test_a_running_task_shows_where_its_sessions_are() -> None:
@@ -110,7 +110,7 @@ def test_progress_off_a_terminal_is_a_line_per_change_of_state() -> None:
     assert file.getvalue().splitlines() == [
         "codex 1: REGISTERED",
         "codex 1: RUNNING",
-        "codex 1: COMPLETED, 3 model calls, reward 1",
+        "codex 1: COMPLETED, 3 model calls, reward 1.0",
     ]
 
 
