@@ -1,0 +1,1 @@
+"""What the parts cost, measured against a floor: `python -m benchmarks [ONLY=prefix,prefix]`."""

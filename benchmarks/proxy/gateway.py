@@ -1,0 +1,50 @@
+"""The gateway's proxy with sessions to call: `python -m benchmarks.proxy.gateway URL FOLDER COUNT`."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from benchmarks.proxy.process import serve_until_told
+from polar_gateway.capture.session import SessionCapture
+from polar_gateway.engines.vllm import Vllm
+from polar_gateway.proxy import Proxy
+from polar_gateway.sessions import Session, Sessions
+
+
+def key(number: int) -> str:
+    """The API key, and id, of a session."""
+    return f"bench-{number:04d}"
+
+
+def journal(folder: Path, number: int) -> Path:
+    return folder / f"{key(number)}.journal"
+
+
+@asynccontextmanager
+async def opened(arguments: list[str]) -> AsyncIterator[Proxy]:
+    url, folder, count = arguments[0], Path(arguments[1]), int(arguments[2])
+    sessions = Sessions()
+    for number in range(count):
+        capture = SessionCapture(
+            session_id=key(number),
+            task_id="bench",
+            journal_path=journal(folder, number),
+            metadata={},
+            policy_version="1",
+        )
+        sessions.add(
+            Session(
+                session_id=key(number),
+                task_id="bench",
+                attempt_id="",
+                key=key(number),
+                capture=capture,
+            )
+        )
+    engine = Vllm(url, model="bench")
+    yield Proxy(sessions=sessions, engine=engine, model_served="bench")
+    await engine.aclose()
+
+
+if __name__ == "__main__":
+    serve_until_told(opened)
