@@ -1,0 +1,35 @@
+from typing import Any
+
+import pytest
+
+import builders
+from builders.base import SpecError, StrategySpec
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"kindz": ["turn"]}, "builder.config.kindz"),
+        ({"kinds": "turn"}, "builder.config.kinds"),
+        ({"kinds": ["turn", 1]}, "builder.config.kinds[1]"),
+        ({"end_of_turn_ids": ["<|im_end|>"]}, "builder.config.end_of_turn_ids[0]"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_path(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        builders.make(StrategySpec(strategy="prefix_merging", config=config))
+    assert refused.value.field == field
+    assert str(refused.value).startswith(f"{field}: ")
+    assert isinstance(refused.value, ValueError)
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        SpecError, match=r"builder\.strategy: 'magic' is none of per_request, prefix"
+    ):
+        builders.make(StrategySpec(strategy="magic"))
+
+
+def test_settings_reach_the_builder() -> None:
+    builder = builders.make(StrategySpec(strategy="per_request", config={"kinds": ["title"]}))
+    assert builder.options.kinds == ("title",)
