@@ -184,11 +184,10 @@ class Call:
             session.engine_failure = error.failure
             logger.error("session %s: %s", session.session_id, error)
             return ErrorKind(status=500, code="internal", message=str(error))
-        if error.infra:
-            session.engine_failure = Failure(
-                boundary="engine", message=str(error), infra=True, detail=error.detail
-            )
-            logger.warning("session %s: %s", session.session_id, error)
+        session.engine_failure = Failure(
+            boundary="engine", message=str(error), infra=error.infra, detail=error.detail
+        )
+        logger.warning("session %s: %s", session.session_id, error)
         try:
             self.record.fail(str(error))
         except CaptureError as lost:

@@ -225,20 +225,18 @@ class Vllm:
         found.end_of_turn_ids = await self._end_of_turn(said)
 
     async def _end_of_turn(self, said: dict[str, Any]) -> list[int]:
-        """The id that the template puts behind a finished answer: what a closed rendering of one
-        has that an open one lacks. Empty where the server cannot render that."""
-        request = ModelRequest(
-            model=self.model, messages=[said, {"role": "assistant", "content": "yes"}]
-        )
-        try:
-            closed = await self._render(request, add_generation_prompt=False)
-            unfinished = await self._render(
-                request, add_generation_prompt=False, continue_final_message=True
-            )
-        except EngineError:
-            return []
-        length = len(unfinished)
-        return closed[length : length + 1] if closed[:length] == unfinished else []
+        """The id that the template puts behind a finished answer: the first of those with which
+        two renderings end that differ in their answer alone. Empty where the server renders none.
+        """
+        renderings = []
+        for answer in ("yes", "no"):
+            messages = [said, {"role": "assistant", "content": answer}]
+            request = ModelRequest(model=self.model, messages=messages)
+            try:
+                renderings.append(await self._render(request, add_generation_prompt=False))
+            except EngineError:
+                return []
+        return common_suffix(*renderings)[:1]
 
     async def _render(self, request: ModelRequest, **options: bool) -> list[int]:
         body = {"model": await self._served(), "messages": request.messages, **options}
@@ -398,6 +396,13 @@ class VllmStream:
             self._response.release()
         else:
             self._response.close()  # a closed connection is how vLLM is told to stop
+
+
+def common_suffix(a: list[int], b: list[int]) -> list[int]:
+    length = 0
+    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
+        length += 1
+    return a[len(a) - length :]
 
 
 class Assembly:
