@@ -38,24 +38,26 @@ async def serve(
     `token` guards the control listener and opens the server's node routes. Raises NodeStartError
     when the engine does not answer or cannot be trained on, OSError when a port is taken.
     """
-    async with open_node(
-        config,
-        data_dir=data_dir,
-        server_url=server_url,
-        token=token,
-        heartbeat_interval=heartbeat_interval,
-        patience=patience,
-    ) as (node, report):
-        async with ModelListener(control_app(node, token), config.host, config.port) as control:
-            public_url = config.public_url or _url(config.host, control.port)
-            report(public_url)
-            if started is not None:
-                started(_address(node, public_url))
-            try:
-                await anyio.sleep_forever()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await node.close()
+    async with (
+        open_node(
+            config,
+            data_dir=data_dir,
+            server_url=server_url,
+            token=token,
+            heartbeat_interval=heartbeat_interval,
+            patience=patience,
+        ) as (node, report),
+        ModelListener(control_app(node, token), config.host, config.port) as control,
+    ):
+        public_url = config.public_url or _url(config.host, control.port)
+        report(public_url)
+        if started is not None:
+            started(_address(node, public_url))
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await node.close()
 
 
 def _url(host: str, port: int) -> str:

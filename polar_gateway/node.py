@@ -354,8 +354,8 @@ def _registration(parts: NodeParts, public_url: str, interval: float) -> NodeReg
         offers=NodeOffers(
             harnesses=sorted(parts.adapters),
             runtimes=sorted(parts.runtimes),
-            builders=sorted(builders.load_builders()[0]),
-            evaluators=sorted(evaluators.load_evaluators()[0]),
+            builders=sorted(builders.BUILDERS),
+            evaluators=sorted(evaluators.EVALUATORS),
         ),
     )
 
@@ -390,7 +390,14 @@ async def open_node(
             max_model_len=probe.max_model_len,
         )
         pack_dir = config.pack_dir or npm.default_cache()
-        adapters, _ = harness_adapters.load_adapters()
+        adapters, problems = harness_adapters.load_adapters()
+        for problem in [
+            *problems,
+            *builders.load_builders()[1],
+            *evaluators.load_evaluators()[1],
+            *runtimes.load_runtimes()[1],
+        ]:
+            logger.warning("%s", problem)
         packs = {pack.name: pack.path for pack in npm.installed(pack_dir)}
         offered = await offered_runtimes(config)
         for runtime in offered.values():

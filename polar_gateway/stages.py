@@ -15,14 +15,14 @@ from typing import BinaryIO
 import anyio
 import anyio.to_thread
 import msgspec
-from builders.check import check
-from evaluators.broadcast import apply
 
 import builders
 import evaluators
+from builders.check import check
 from builders.records import CompletionSession, Trajectory
 from evaluators.base import Evaluation, EvaluationContext, ExecResult
-from harness_adapters.base import HarnessAdapter, HarnessEnd, LaunchContext, LaunchPlan
+from evaluators.broadcast import apply
+from harness_adapters.base import AgentSpec, HarnessAdapter, HarnessEnd, LaunchContext, LaunchPlan
 from polar_gateway.errors import BoundaryError, boundary
 from polar_gateway.protocol import (
     SESSION_DIR,
@@ -200,6 +200,15 @@ async def write_plan(runtime: Runtime, plan: LaunchPlan, instruction: str, where
             await runtime.write(path, text.encode())
 
 
+def agent_inside(agent: AgentSpec, runtime: Runtime) -> AgentSpec:
+    """The document with its paths as the inside of the runtime knows them."""
+    shell = agent.custom_shell
+    if shell is not None and shell.cwd:
+        shell = msgspec.structs.replace(shell, cwd=runtime.inside(shell.cwd))
+    skills = runtime.inside(agent.skills_path) if agent.skills_path else None
+    return msgspec.structs.replace(agent, custom_shell=shell, skills_path=skills)
+
+
 def launch_plan(
     adapter: HarnessAdapter,
     dispatch: SessionDispatchRequest,
@@ -211,9 +220,10 @@ def launch_plan(
     context_length: int | None,
 ) -> LaunchPlan:
     context_length = context_length or 131072
+    agent = agent_inside(dispatch.agent, runtime)
     with boundary("harness", f"the adapter {adapter.name} could not plan the run"):
         return adapter.plan(
-            dispatch.agent,
+            agent,
             LaunchContext(
                 session_id=dispatch.session_id,
                 instruction=dispatch.instruction,

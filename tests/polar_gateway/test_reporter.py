@@ -128,23 +128,26 @@ class ServerThatForgets:
 async def test_a_node_registers_anew_when_the_server_has_forgotten_it() -> None:
     server = ServerThatForgets()
     stale: list[str] = []
-    async with serve(server.app) as url:
-        async with httpx2.AsyncClient() as client, anyio.create_task_group() as group:
-            group.start_soon(
-                keep_registered,
-                client,
-                url,
-                NodeRegistrationRequest(
-                    node_id="n1", gateway_url="http://x", heartbeat_interval_seconds=0.02
-                ),
-                NodeHeartbeatRequest,
-                stale.extend,
-                anyio.Event,
-            )
-            await until(lambda: server.calls.count("beat") > 1)
-            server.known = False
-            await until(lambda: len(stale) == 2)
-            group.cancel_scope.cancel()
+    async with (
+        serve(server.app) as url,
+        httpx2.AsyncClient() as client,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(
+            keep_registered,
+            client,
+            url,
+            NodeRegistrationRequest(
+                node_id="n1", gateway_url="http://x", heartbeat_interval_seconds=0.02
+            ),
+            NodeHeartbeatRequest,
+            stale.extend,
+            anyio.Event,
+        )
+        await until(lambda: server.calls.count("beat") > 1)
+        server.known = False
+        await until(lambda: len(stale) == 2)
+        group.cancel_scope.cancel()
     assert server.calls.count("register") == 2
     assert stale == ["stale-1", "stale-1"]
 

@@ -1,0 +1,41 @@
+"""Real parts that integration tests share: installed harness packs, a Docker image, a real vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness_adapters import npm
+from polar_gateway.runtimes.docker import DockerRuntime
+from polar_gateway.testing import images
+from tests.requirements import require
+
+DEMO = Path(__file__).parent.parent.parent / "examples" / "demo"
+HARNESSES = ("codex", "claude_code", "pi")
+
+
+@pytest.fixture(scope="session")
+def packs() -> Path:
+    """The folder of the installed packs of the three CLIs."""
+    cache = npm.default_cache()
+    missing = set(HARNESSES) - {pack.name for pack in npm.installed(cache)}
+    require(
+        "clis", not missing, f"run `polar harness install {' '.join(sorted(missing))}` to have them"
+    )
+    return cache
+
+
+@pytest.fixture
+async def agent_image() -> str:
+    """A Docker image with a shell, git and Python, made from this machine's own packages."""
+    missing = await DockerRuntime.unavailable()
+    require("docker", missing is None, missing or "")
+    return await images.agent()
+
+
+@pytest.fixture(scope="session")
+def demo_task() -> dict[str, Any]:
+    """The demo's task: a repository with a mistake in it, graded by its own tests."""
+    task: dict[str, Any] = yaml.safe_load((DEMO / "task.yaml").read_text())
+    return task
