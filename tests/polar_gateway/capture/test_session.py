@@ -1,0 +1,365 @@
+import random
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.records import Completion, CompletionSession, Ids
+from polar_gateway.capture.journal import CaptureError
+from polar_gateway.capture.session import OpenCall, SessionCapture, read_session, shared_prefix
+from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
+from polar_gateway.engines.base import EngineReply
+
+END = 7
+
+
+def capture_in(folder: Path) -> SessionCapture:
+    return SessionCapture(
+        session_id="s1",
+        task_id="t1",
+        journal_path=folder / "journal",
+        metadata={"group_id": 3},
+        policy_version="12",
+    )
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def request(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> ModelRequest:
+    # A harness sends its history anew each time, so no object is the one of an earlier call.
+    return ModelRequest(
+        model="asked-for",
+        messages=msgspec.json.decode(msgspec.json.encode(messages)),
+        tools=msgspec.json.decode(msgspec.json.encode(tools)),
+    )
+
+
+def reply(prompt: list[int], sampled: list[int], blocks: list[Block] | None = None) -> EngineReply:
+    return EngineReply(
+        prompt_ids=array("i", prompt),
+        sampled_ids=array("i", sampled),
+        logprobs=array("f", [-0.5] * len(sampled)),
+        blocks=blocks or [Text(text=f"said {sampled}")],
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled)),
+        model="served",
+    )
+
+
+def start(
+    capture: SessionCapture,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+) -> OpenCall:
+    number = random.randrange(1 << 48)
+    return capture.open(
+        request(messages, tools), completion_id=f"msg_{number:012x}", dialect="chat", headers={}
+    )
+
+
+def plain(session: CompletionSession) -> dict[str, Any]:
+    """Everything a session says, for comparing: parents by index."""
+
+    def fields(completion: Completion) -> dict[str, Any]:
+        known = {name: getattr(completion, name) for name in completion.__struct_fields__}
+        known["parent"] = completion.parent and completion.parent.index
+        return {**known, "prompt_ids": completion.prompt_ids, "messages": completion.messages}
+
+    completions = [fields(completion) for completion in session.completions]
+    known = {name: getattr(session, name) for name in session.__struct_fields__}
+    return {**known, "completions": completions}
+
+
+def test_a_completion_says_all_that_is_known_of_its_call(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    asked = request([user("hi")], [tool("bash")])
+    asked.notes = ["store ignored"]
+    call = capture.open(
+        asked,
+        completion_id="msg_0123456789ab",
+        dialect="anthropic",
+        headers={"x-claude-code-agent-id": "a1", "authorization": "Bearer secret"},
+    )
+    blocks: list[Block] = [
+        Reasoning(text="hm"),
+        Text(text="I look."),
+        Call(id="c1", name="bash", arguments='{"command": 1.0}'),
+    ]
+    answered = reply([1, 2], [3, END], blocks)
+    answered.finish_reason, answered.stop_reason, answered.findings = "tool_calls", 42, ["x"]
+    completion = call.close(answered, {"temperature": 0.5})
+    assert completion.completion_id == "msg_0123456789ab"
+    assert completion.messages == [user("hi")]
+    assert completion.tools == [tool("bash")]
+    assert completion.prompt_ids == array("i", [1, 2])
+    assert completion.sampled_ids == array("i", [3, END])
+    assert completion.logprobs == array("f", [-0.5, -0.5])
+    assert completion.response_message["content"] == "I look."
+    assert completion.response_message["reasoning_content"] == "hm"
+    assert (
+        completion.response_message["tool_calls"][0]["function"]["arguments"] == '{"command": 1.0}'
+    )
+    assert (completion.finish_reason, completion.stop_reason) == ("tool_calls", 42)
+    assert (completion.model_requested, completion.model_used) == ("asked-for", "served")
+    assert (completion.kind, completion.dialect, completion.policy_version) == (
+        "turn",
+        "anthropic",
+        "12",
+    )
+    assert completion.chain == {"x-claude-code-agent-id": "a1"}
+    assert completion.sampling == {"temperature": 0.5}
+    assert completion.usage["completion_tokens"] == 2
+    assert (completion.notes, completion.findings) == (["store ignored"], ["x"])
+    assert completion.delivered
+    assert 0 < completion.started_at <= completion.ended_at
+    assert "secret" not in (tmp_path / "journal").read_text()
+
+
+def test_a_turn_is_stored_as_what_it_adds_to_the_one_before(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    tools = [tool("bash")]
+    first = start(capture, [user("hi")], tools).close(reply([1, 2], [3, END]), {})
+    history = [user("hi"), first.response_message, user("go on")]
+    second = start(capture, history, tools).close(reply([1, 2, 3, END, 8, 9], [4, END]), {})
+    assert second.parent is first
+    assert (second.shared, second.tail) == (4, array("i", [8, 9]))
+    assert (second.messages_shared, second.messages_tail) == (2, [user("go on")])
+    assert second.tools is first.tools
+    last_lines = (tmp_path / "journal").read_text().splitlines()[-2:]
+    assert "hi" not in "".join(last_lines)
+    assert "bash" not in "".join(last_lines)
+
+
+def test_memory_and_journal_grow_with_what_is_new(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    path = tmp_path / "journal"
+    messages, prompt, sizes = [user("x" * 10_000)], list(range(5000)), [path.stat().st_size]
+    for turn in range(12):
+        completion = start(capture, messages).close(reply(prompt, [turn, END]), {})
+        messages = [*messages, completion.response_message, user(f"next {turn}")]
+        prompt = [*prompt, turn, END, 100 + turn]
+        sizes.append(path.stat().st_size)
+    growth = [after - before for before, after in pairwise(sizes)]
+    assert growth[0] > 30_000
+    assert max(growth[1:]) < 1500
+    session = capture.completion_session([])
+    assert sum(len(c.tail) for c in session.completions) == 5000 + 11
+    assert session.completions[-1].prompt_ids == array("i", prompt[:-3])
+
+
+def test_equal_messages_are_kept_once_even_when_the_tokens_differ(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    long = user("x" * 1000)
+    first = start(capture, [long], [tool("a")]).close(reply([1], [END]), {})
+    second = start(capture, [long], [tool("b")]).close(reply([2], [END]), {})
+    assert second.messages[0] is first.messages[0]
+    assert second.shared == 0
+
+
+def test_a_sibling_attaches_to_the_latest_call_with_the_same_tools(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    ours, theirs = [tool("a")], [tool("b")]
+    first = start(capture, [user("hi")], ours).close(reply([1, 2, 3], [END]), {})
+    start(capture, [user("hi"), user("compact")], theirs).close(reply([9, 2], [END]), {})
+    third = start(capture, [user("hi"), user("more")], ours).close(reply([1, 2, 3, 4], [END]), {})
+    assert third.parent is first
+    assert third.shared == 3
+
+
+def test_an_answer_that_comes_back_changed_still_shares_what_precedes_it(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    first = start(capture, [user("hi")]).close(reply([1, 2], [3, 4, END]), {})
+    echoed = {**first.response_message, "content": "respelled"}
+    second = start(capture, [user("hi"), echoed, user("go")]).close(
+        reply([1, 2, 3, 5, END, 6], [END]), {}
+    )
+    assert second.parent is first
+    assert second.shared == 3
+    assert second.messages_shared == 1
+    assert second.messages == [user("hi"), echoed, user("go")]
+
+
+def test_calls_that_end_out_of_order_are_listed_in_order_of_arrival(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    early, late = start(capture, [user("a")]), start(capture, [user("b")])
+    late.close(reply([2], [END]), {})
+    early.close(reply([1], [END]), {})
+    listed = capture.completion_session([]).completions
+    assert [completion.tail[0] for completion in listed] == [1, 2]
+
+
+def test_a_failed_call_is_no_completion_and_a_finding(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    call.append(array("i", [1]), array("f", [-1.0]))
+    call.fail("the engine broke off")
+    assert not call.is_open
+    session = capture.completion_session([END])
+    assert (session.completions, session.findings) == ([], ["call_failed"])
+    assert session.end_of_turn_ids == [END]
+    assert plain(read_session(tmp_path / "journal", [END])) == plain(session)
+
+
+def test_an_undelivered_answer_is_marked(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    completion = call.close(reply([1], [END]), {})
+    call.undelivered()
+    assert not completion.delivered
+    assert not read_session(tmp_path / "journal").completions[0].delivered
+
+
+def test_the_seal_ends_calls_in_flight_and_keeps_what_was_there(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    done, cut = start(capture, [user("a")]), start(capture, [user("b")])
+    done.close(reply([1], [END]), {})
+    capture.seal()
+    capture.seal()
+    assert not cut.is_open
+    with pytest.raises(CaptureError, match="session s1 is sealed"):
+        cut.close(reply([2], [END]), {})
+    with pytest.raises(CaptureError, match="session s1 is sealed"):
+        start(capture, [user("c")])
+    done.undelivered()
+    session = capture.completion_session([])
+    assert [c.delivered for c in session.completions] == [True]
+    assert session.findings == ["call_cut_by_seal"]
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+
+
+def test_a_journal_cut_short_gives_what_came_before_and_says_so(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    start(capture, [user("a")]).close(reply([1], [END]), {})
+    start(capture, [user("b")]).close(reply([2], [END]), {})
+    capture.close()
+    path = tmp_path / "journal"
+    path.write_bytes(path.read_bytes()[:-10])
+    session = read_session(path)
+    assert len(session.completions) == 1
+    assert session.findings == ["call_unfinished", "journal_cut_short"]
+
+
+def test_reading_back_a_long_session_takes_no_recursion(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    prompt = [1]
+    messages = [user("hi")]
+    for turn in range(600):
+        completion = start(capture, messages).close(reply(prompt, [turn]), {})
+        prompt.append(turn)
+        messages = [*messages, completion.response_message]
+    assert capture.completion_session([]).completions[-1].prompt_ids == array("i", prompt[:-1])
+
+
+# ---- over generated sessions ----
+
+Ids_ = st.lists(st.integers(0, 3), min_size=0, max_size=6)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int], list[int], str]]:
+    """Calls as (what, which earlier call it continues, new prompt ids, sampled ids, text)."""
+    what = st.sampled_from(
+        ["turn", "turn", "turn", "fresh", "other tools", "failed", "lost", "open"]
+    )
+    return draw(
+        st.lists(
+            st.tuples(what, st.integers(0, 9), Ids_, Ids_.filter(bool), st.text(max_size=3)),
+            max_size=10,
+        )
+    )
+
+
+def play(
+    capture: SessionCapture, history: list[tuple[str, int, list[int], list[int], str]]
+) -> list[tuple[list[int], list[dict[str, Any]]]]:
+    """Make the calls; returns prompt and messages of those that completed, as they were sent."""
+    done: list[Completion] = []
+    sent = []
+    for what, which, added, sampled, text in history:
+        messages, prompt = [user("start")], [5, 5, *added]
+        if done and what != "fresh":
+            base = done[which % len(done)]
+            # Sometimes the history comes back with the answer respelled, as text and as tokens.
+            answer = (
+                base.response_message if which % 2 else {**base.response_message, "content": text}
+            )
+            messages = [*base.messages, answer, user(text)]
+            prompt = [*base.context_ids[: len(base.context_ids) - which % 3], *added]
+        call = start(capture, messages, [tool("b")] if what == "other tools" else None)
+        if what == "open":
+            continue
+        call.append(array("i", sampled), array("f", [-1.0] * len(sampled)))
+        if what == "failed":
+            call.fail("broke")
+            continue
+        done.append(call.close(reply(prompt, sampled), {"top_p": 0.9}))
+        sent.append((prompt, messages))
+        if what == "lost":
+            call.undelivered()
+    return sent
+
+
+@settings(max_examples=60, deadline=None)
+@given(history=histories(), sealed=st.booleans())
+def test_a_journal_holds_exactly_the_live_session(
+    tmp_path_factory: pytest.TempPathFactory,
+    history: list[tuple[str, int, list[int], list[int], str]],
+    sealed: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("session")
+    capture = capture_in(folder)
+    sent = play(capture, history)
+    if sealed:
+        capture.seal()
+    live = capture.completion_session([END])
+    capture.close()
+    assert plain(read_session(folder / "journal", [END])) == plain(live)
+    assert [(list(c.prompt_ids), c.messages) for c in live.completions] == sent
+    assert capture.completion_count == len(sent)
+
+
+def test_the_shared_prefix_is_the_longest_one() -> None:
+    def completion(
+        index: int, parent: Completion | None, prompt: list[int], sampled: list[int]
+    ) -> Completion:
+        ids: Ids = array("i", prompt)
+        shared = 0 if parent is None else shared_prefix(ids, parent)
+        return Completion(
+            completion_id=str(index),
+            index=index,
+            parent=parent,
+            shared=shared,
+            tail=ids[shared:],
+            sampled_ids=array("i", sampled),
+            logprobs=None,
+            messages_tail=[],
+            response_message={},
+            finish_reason="stop",
+        )
+
+    chance = random.Random(1)
+    node: Completion | None = None
+    for index in range(300):
+        before = [] if node is None else list(node.context_ids)
+        kept = before[: chance.randrange(len(before) + 1)] if chance.random() < 0.5 else before
+        prompt = kept + [chance.randrange(2) for _ in range(chance.randrange(4))]
+        expected = next(
+            (i for i, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b),
+            min(len(prompt), len(before)),
+        )
+        node = completion(index, node, prompt, [chance.randrange(2)])
+        assert node.shared == expected
+        assert list(node.prompt_ids) == prompt
