@@ -1,0 +1,92 @@
+"""A real vLLM for tests: one server, on CPU, that says what the script of the moment tells it to.
+
+`scripts/vllm.sh install` and `scripts/vllm.sh model` prepare the machine; the fixture `vllm` starts
+the server when the first test asks for it and stops it after the last.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+
+from polar_gateway.testing.script import Script
+from tests.requirements import require
+
+COMMAND = Path(__file__).parents[2] / "scripts/vllm.sh"
+CACHE = Path(os.environ.get("POLAR_CACHE") or Path.home() / ".cache/polar")
+START_SECONDS = 110.0
+"""Of which a cold file cache takes 40."""
+
+
+class VllmServer:
+    model = "tiny"
+
+    def __init__(self, url: str, script: Path) -> None:
+        self.url = url
+        self._script = script
+
+    def speak(self, script: Script) -> None:
+        """What it says from the next request on."""
+        unfinished = self._script.with_suffix(".part")
+        unfinished.write_bytes(msgspec.json.encode(script))
+        os.replace(unfinished, self._script)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[VllmServer]:
+    """A vLLM whose script and log lie in `folder`. Raises RuntimeError when it does not start."""
+    script, log = folder / "script.json", folder / "vllm.log"
+    script.write_bytes(msgspec.json.encode(Script()))
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [COMMAND, "serve", str(port), script],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            _wait_until_healthy(url, process, log)
+            yield VllmServer(url, script)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            finally:  # whatever is left of its workers
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx2.TransportError):
+            if httpx2.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.3)
+    raise RuntimeError(f"vLLM did not start: {log.read_text()[-2000:]}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    ready = all((CACHE / "vllm" / part).exists() for part in ("installed", "model.made"))
+    require("vllm", ready, "run scripts/vllm.sh install and scripts/vllm.sh model")
+    with serving(tmp_path_factory.mktemp("vllm")) as server:
+        yield server
