@@ -16,7 +16,7 @@ from evaluators.base import EvaluatorSpec
 from harness_adapters.base import AgentSpec
 from polar_gateway.errors import Failure
 
-ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$(?!\n)"  # Python's $ also matches before a last \n
 Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
 """A task, session, attempt or node id: starts alphanumeric, then alphanumerics and . _ -, 128 at most."""
 

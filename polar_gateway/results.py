@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from polar_gateway.protocol import ID_PATTERN, valid_id
+from polar_gateway.protocol import valid_id
 
 Part: TypeAlias = bytes | Path
 """A piece of a spliced document: bytes as they are, or a file's content."""
@@ -20,8 +20,7 @@ Part: TypeAlias = bytes | Path
 BLOCK_BYTES = 256 * 1024
 
 _STAGING = "incoming"
-_ID = ID_PATTERN.strip("^$")
-_KEY = re.compile(rf"(?:task_{_ID}|unclaimed)/ses_{_ID}\.json")
+_KEY = re.compile(r"(?:task_(?P<task>[^/]+)|unclaimed)/ses_(?P<session>[^/]+)\.json", re.DOTALL)
 
 
 class ResultKeyError(ValueError):
@@ -50,7 +49,8 @@ class ResultStore:
 
     def path(self, key: str) -> Path:
         """The file of a key. Raises ResultKeyError if it is none of ours."""
-        if _KEY.fullmatch(key) is None:
+        parts = _KEY.fullmatch(key)
+        if parts is None or not all(valid_id(i) for i in parts.groups() if i is not None):
             raise ResultKeyError(f"{key!r} is not the key of a result")
         return self.root / key
 

@@ -81,4 +81,4 @@ class TokenGate:
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         given = credentials.strip() if scheme.lower() == "bearer" else ""
         given = given or headers.get("x-polar-control-token", "")
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token)
+        return hmac.compare_digest(given.encode("latin-1"), self._token)

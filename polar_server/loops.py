@@ -28,6 +28,8 @@ class Loop(ABC):
     def __init__(self) -> None:
         self._wake = anyio.Event()
         self._busy: set[str] = set()
+        self._finished: set[str] = set()
+        """What was finished since the step began: the step's view of it may be from before."""
 
     def wake(self) -> None:
         """Something happened that the next step should see."""
@@ -37,6 +39,7 @@ class Loop(ABC):
         async with anyio.create_task_group() as group:
             while True:
                 self._wake = anyio.Event()
+                self._finished.clear()
                 try:
                     due_at = await self.step(group)
                 except (SQLAlchemyError, OSError):
@@ -58,8 +61,9 @@ class Loop(ABC):
     def start(
         self, group: anyio.abc.TaskGroup, name: str, work: Callable[[T], Awaitable[None]], what: T
     ) -> None:
-        """Do `work` in the group unless `name` is being done; the loop is woken when it is done."""
-        if name not in self._busy:
+        """Do `work` in the group unless `name` is being done or was just finished; the loop is woken
+        when it is done, and looks again."""
+        if name not in self._busy and name not in self._finished:
             self._busy.add(name)
             group.start_soon(self._once, name, work, what, name=name)
 
@@ -71,4 +75,5 @@ class Loop(ABC):
             await anyio.sleep(TROUBLE_SECONDS)
         finally:
             self._busy.discard(name)
+            self._finished.add(name)
             self.wake()

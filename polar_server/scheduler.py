@@ -45,16 +45,18 @@ class Scheduler(Loop):
             logger.warning("the server was stopped for %.0f s", now - self._stepped_at)
             self.listening_since = now
         self._stepped_at = now
-        lost = await self._store.lose(self._progress.reported, now, self.listening_since)
-        overdue = await self._store.end_unreported_cancellations(
-            now - self._cancel_grace_seconds, now
+        given_up = await self._store.give_up(
+            self._progress.reported,
+            now=now,
+            listening_since=self.listening_since,
+            cancels_told_before=now - self._cancel_grace_seconds,
         )
-        if lost or overdue:
-            logger.warning("%d attempts lost, %d cancelled without a report", lost, overdue)
+        if given_up:
+            logger.warning("%d attempts were lost, or cancelled and never reported", given_up)
             self._sessions_may_have_ended()
         await self._store.place(now, self.listening_since)
-        for outgoing in await self._store.outgoing():
-            self.start(group, f"{outgoing.status} {outgoing.attempt_id}", self._tell, outgoing)
+        for outgoing in await self._store.outgoing(busy=self._busy):
+            self.start(group, outgoing.attempt_id, self._tell, outgoing)
         known = (await self._store.nodes()).values()
         due_at = nodes.next_due(known, now, self.listening_since)
         grace_ends = now + self._cancel_grace_seconds

@@ -308,15 +308,22 @@ class Store:
                 await _record(connection, placements, now)
             return len(placements)
 
-    async def lose(
-        self, reported: Mapping[str, Iterable[str]], now: float, listening_since: float
+    async def give_up(
+        self,
+        reported: Mapping[str, Iterable[str]],
+        *,
+        now: float,
+        listening_since: float,
+        cancels_told_before: float,
     ) -> int:
-        """Give up the attempts that will not be heard of again; returns how many."""
+        """End the attempts that will not be heard of again: those that are lost, and those that were
+        cancelled and never reported; returns how many."""
         async with self._database.write() as connection:
+            live = await _live_attempts(connection)
+            if not live:
+                return 0
             known = await _nodes(connection)
-            lost = nodes.lost_attempts(
-                await _live_attempts(connection), known, reported, now, listening_since
-            )
+            lost = nodes.lost_attempts(live, known, reported, now, listening_since)
             for attempt in lost:
                 failure = Failure(
                     boundary="lost_node",
@@ -324,12 +331,22 @@ class Store:
                     infra=True,
                 )
                 await self._fail(connection, attempt.attempt_id, AttemptState.LOST, failure, now)
-            return len(lost)
+            overdue = [
+                attempt
+                for attempt in live
+                if attempt.cancel_told_at is not None
+                and attempt.cancel_told_at <= cancels_told_before
+                and attempt not in lost
+            ]
+            for attempt in overdue:
+                await _cancelled(connection, attempt.attempt_id, now)
+            return len(lost) + len(overdue)
 
-    async def outgoing(self) -> list[Outgoing]:
-        """The attempts whose node is to be told something: to take it, or to cancel it."""
+    async def outgoing(self, *, busy: Collection[str]) -> list[Outgoing]:
+        """The attempts whose node is to be told something, to take it or to cancel it, but for those
+        whose node is being told (`busy`)."""
         async with self._database.read() as connection:
-            return await _outgoing(connection)
+            return await _outgoing(connection, busy)
 
     async def accepted(self, attempt_id: str, now: float) -> None:
         """The node took the attempt; nothing happens if it ended meanwhile."""
@@ -391,20 +408,6 @@ class Store:
                 )
             else:
                 await _cancelled(connection, attempt_id, now)
-
-    async def end_unreported_cancellations(self, told_before: float, now: float) -> int:
-        """End cancelled sessions whose node never reported them; returns how many."""
-        async with self._database.write() as connection:
-            overdue = await connection.scalars(
-                select(tables.attempts.c.attempt_id).where(
-                    tables.attempts.c.ended_at.is_(None),
-                    tables.attempts.c.cancel_told_at <= told_before,
-                )
-            )
-            attempt_ids = overdue.all()
-            for attempt_id in attempt_ids:
-                await _cancelled(connection, attempt_id, now)
-            return len(attempt_ids)
 
     async def take_result(
         self,
@@ -764,7 +767,7 @@ async def _live_attempts(connection: AsyncConnection) -> list[nodes.LiveAttempt]
     return [nodes.LiveAttempt(**row._mapping) for row in rows]
 
 
-async def _outgoing(connection: AsyncConnection) -> list[Outgoing]:
+async def _outgoing(connection: AsyncConnection, busy: Collection[str]) -> list[Outgoing]:
     attempts, sessions = tables.attempts.c, tables.sessions.c
     to_dispatch = attempts.status == AttemptState.DISPATCHING
     to_cancel = and_(sessions.cancelling.is_(True), attempts.cancel_told_at.is_(None))
@@ -780,7 +783,11 @@ async def _outgoing(connection: AsyncConnection) -> list[Outgoing]:
         .join(tables.sessions, sessions.session_id == attempts.session_id)
         .join(tables.tasks, tables.tasks.c.run == sessions.run)
         .join(tables.nodes, tables.nodes.c.node_id == attempts.node_id)
-        .where(attempts.ended_at.is_(None), to_dispatch | to_cancel)
+        .where(
+            attempts.ended_at.is_(None),
+            to_dispatch | to_cancel,
+            attempts.attempt_id.not_in(busy),
+        )
         .order_by(attempts.created_at)
     )
     return [

@@ -1,5 +1,7 @@
 """Rows as the rest of the server sees them."""
 
+from typing import Literal
+
 import msgspec
 
 from polar_gateway.errors import Failure
@@ -73,7 +75,7 @@ class ReportedResult(msgspec.Struct, kw_only=True):
 
     session_id: str
     attempt_id: str = ""
-    status: str
+    status: Literal["COMPLETED", "TIMEOUT", "ERROR"]
     reward: float | None = None
     error: str | None = None
     failure: ReportedFailure | None = None
