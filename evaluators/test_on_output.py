@@ -5,8 +5,10 @@ may have replaced the tests, the runner or the shell, and can forge every line o
 fresh runtime (`refresh_runtime`) is the answer where that matters.
 """
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
+import anyio.to_thread
 import msgspec
 
 from evaluators.base import Evaluation, EvaluationContext, ExecResult
@@ -15,6 +17,9 @@ from evaluators.test_status import Parser, Status, canonical_name, parse
 TIMED_OUT = -1
 NOT_RUN = (126, 127)
 """The shell's exit statuses for a command that could not be executed or was not found."""
+
+OUTPUT_NAME = "test_output.txt"
+"""The artifact that holds everything the command wrote."""
 
 MARGIN_SECONDS = 30.0
 """For writing and reading beside the command's own time."""
@@ -63,15 +68,24 @@ class TestOnOutput:
         result = await context.workspace.exec(
             config.test_command, cwd=config.cwd, env={**context.env, **config.env}, timeout=timeout
         )
-        output = f"{result.stdout}\n{result.stderr}"
-        context.artifacts_dir.mkdir(parents=True, exist_ok=True)
-        (context.artifacts_dir / "test_output.txt").write_text(output, "utf-8", errors="replace")
         if result.return_code == TIMED_OUT and timeout < config.timeout_seconds:
+            _keep(context.artifacts_dir, result)
             raise TimeoutError(
                 f"the tests of session {context.session_id} had {timeout:g} s left of their "
                 f"{config.timeout_seconds:g} s and did not finish"
             )
-        return grade(config, result, output)
+        return await anyio.to_thread.run_sync(self._grade, context.artifacts_dir, result)
+
+    def _grade(self, artifacts_dir: Path, result: ExecResult) -> Evaluation:
+        return grade(self.config, result, _keep(artifacts_dir, result))
+
+
+def _keep(artifacts_dir: Path, result: ExecResult) -> str:
+    """Write what the tests said to the artifacts and return it."""
+    output = f"{result.stdout}\n{result.stderr}"
+    artifacts_dir.mkdir(parents=True, exist_ok=True)
+    (artifacts_dir / OUTPUT_NAME).write_text(output, "utf-8", errors="replace")
+    return output
 
 
 def grade(config: TestOnOutputConfig, result: ExecResult, output: str) -> Evaluation:
@@ -104,6 +118,6 @@ def grade(config: TestOnOutputConfig, result: ExecResult, output: str) -> Evalua
             "mismatches": mismatches,
             "exit_code": result.return_code,
             "timed_out": timed_out,
-            "output": "test_output.txt",
+            "output": OUTPUT_NAME,
         },
     )

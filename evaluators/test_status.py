@@ -30,20 +30,33 @@ _UNITTEST: dict[str, Status] = {
     "skipped": "SKIPPED",
 }
 
+MAX_LINE = 4096
+"""Longer lines hold no status; matching them would only cost time."""
+
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _WORD = "|".join(_PYTEST)
 _NODE = r"(?P<name>[^\s\[]*(?:::|\.py)[^\s\[]*(?:\[.*?\])?)"
 _PYTEST_LINES = (
-    # -rA and -rfE summaries: "FAILED tests/test_a.py::test_x[a b] - AssertionError: ..."
+    # -rA: "PASSED tests/test_a.py::test_x[a - b]", which never has a message
+    re.compile(rf"(?P<word>PASSED) {_NODE}"),
+    # -rA and -rfE: "FAILED tests/test_a.py::test_x[a b] - AssertionError: ..."
     re.compile(rf"(?P<word>{_WORD}) {_NODE}(?: - .*)?"),
     # -v: "tests/test_a.py::test_x PASSED   [ 50%]", "... SKIPPED (why) [ 50%]"
     re.compile(rf"{_NODE} (?P<word>{_WORD})(?: \(.*\))?(?:\s+\[\s*\d+%\])?"),
     # -v under xdist: "[gw0] [ 50%] PASSED tests/test_a.py::test_x"
     re.compile(rf"\[gw\d+\] \[\s*\d+%\] (?P<word>{_WORD}) {_NODE}"),
-    # -rA of skipped tests, which have a place and no name: "SKIPPED [1] tests/test_a.py:10: why"
-    re.compile(r"(?P<word>SKIPPED) \[\d+\] (?P<name>\S+?:\d+): .*"),
 )
-_UNITTEST_NAME = re.compile(r"(?P<test>\w+) \((?P<path>[\w.<>]+)\)")
+_PYTEST_SKIPPED = re.compile(r"SKIPPED \[\d+\] (?P<place>\S+?:\d+): .*")
+"""-rA names the place of what was skipped, not the test: "SKIPPED [1] tests/test_a.py:10: why"."""
+
+_PYTEST_HEADING = re.compile(r"=+ (?P<title>.+?) =+")
+_PYTEST_CAPTURED = frozenset(
+    {"FAILURES", "ERRORS", "PASSES", "XFAILURES", "XPASSES", "warnings summary"}
+)
+"""Sections that hold what the tests themselves printed."""
+
+_UNITTEST_NAME = re.compile(r"(?P<test>\w+) \((?P<path>[\w.<>]+\.[\w<>]+)\)")
+_UNITTEST_START = re.compile(rf"(?P<name>{_UNITTEST_NAME.pattern})(?: \.\.\..*)?")
 _UNITTEST_VERDICT = re.compile(rf"(?P<word>{'|'.join(_UNITTEST)})(?: ['\"].*['\"])?")
 _UNITTEST_HEADING = re.compile(rf"(?P<word>FAIL|ERROR): (?P<name>{_UNITTEST_NAME.pattern})(?: .*)?")
 _LINES = (
@@ -54,7 +67,9 @@ _LINES = (
 
 def parse(output: str, parser: Parser = "auto") -> dict[str, Status]:
     """Status by test name; `auto` takes the first of pytest, unittest, lines that finds any."""
-    lines = [line.rstrip() for line in _ESCAPE.sub("", output).splitlines()]
+    lines = [
+        line.rstrip() for line in _ESCAPE.sub("", output).splitlines() if len(line) <= MAX_LINE
+    ]
     chosen = list(_PARSERS) if parser == "auto" else [parser]
     for name in chosen:
         if statuses := _PARSERS[name](lines):
@@ -73,12 +88,21 @@ def canonical_name(name: str) -> str:
 
 def _pytest(lines: list[str]) -> dict[str, Status]:
     statuses: dict[str, Status] = {}
+    skipped_places: dict[str, Status] = {}
+    reading = True
     for line in lines:
+        if heading := _PYTEST_HEADING.fullmatch(line):
+            reading = heading["title"] not in _PYTEST_CAPTURED
+        if not reading:
+            continue
+        if skipped := _PYTEST_SKIPPED.fullmatch(line):
+            skipped_places[skipped["place"]] = "SKIPPED"
         for pattern in _PYTEST_LINES:
             if match := pattern.fullmatch(line):
                 _note(statuses, match["name"], _PYTEST[match["word"]])
                 break
-    return statuses
+    # Where -v has named the skipped tests, their places would count them twice.
+    return statuses if "SKIPPED" in statuses.values() else {**statuses, **skipped_places}
 
 
 def _unittest(lines: list[str]) -> dict[str, Status]:
@@ -89,8 +113,8 @@ def _unittest(lines: list[str]) -> dict[str, Status]:
         if match := _UNITTEST_HEADING.fullmatch(line):
             _note(statuses, canonical_name(match["name"]), _UNITTEST[match["word"]])
             continue
-        if match := _UNITTEST_NAME.match(line):
-            running = canonical_name(match[0])
+        if match := _UNITTEST_START.fullmatch(line):
+            running = canonical_name(match["name"])
         verdict = _UNITTEST_VERDICT.fullmatch(line.rpartition(" ... ")[2])
         if running is not None and verdict is not None:
             _note(statuses, running, _UNITTEST[verdict["word"]])
