@@ -241,7 +241,7 @@ class Vllm:
     async def _render(self, request: ModelRequest, **options: bool) -> list[int]:
         body = {"model": await self._served(), "messages": request.messages, **options}
         if request.tools:
-            body["tools"] = request.tools
+            body["tools"] = [as_rendered(tool) for tool in request.tools]
         if request.template_kwargs:
             body["chat_template_kwargs"] = request.template_kwargs
         encoded = _encoder.encode(body)
@@ -545,6 +545,15 @@ def chat_body(request: ModelRequest, model: str, *, stream: bool) -> dict[str, A
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def as_rendered(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the chat endpoint hands it to the template; /tokenize hands it on as it comes."""
+    given = tool["function"]
+    function = {field: given.get(field) for field in ("name", "description", "parameters")}
+    if given.get("strict") is not None:
+        function["strict"] = given["strict"]
+    return {"type": "function", "function": function}
 
 
 def read_answer(answer: _Answer) -> EngineReply:
