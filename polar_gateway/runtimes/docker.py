@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import aiodocker
 import aiohttp
@@ -70,7 +70,7 @@ class DockerOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A user of the image, by name or number, with or without group; empty: root."""
     volumes: list[str] = []
     """`/host/folder:/folder` or `/host/folder:/folder:ro`, where the node's mount_roots allow it."""
-    pids_limit: int = 4096
+    pids_limit: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """How many processes and threads at once."""
 
 
@@ -285,13 +285,20 @@ class DockerRuntime(Runtime):
             raise ValueError("docker needs serve_socket to answer the model inside its network")
         namespace = os.open(f"/proc/{self._init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if not processes.belongs(self._init_pid, self._container.id):
-                raise RuntimeError(f"the container of session {self.request.session_id} is gone")
+            if not self._lives():
+                raise self._gone()
             listener = await anyio.to_thread.run_sync(netns.listen, namespace, MODEL_PORT)
         finally:
             os.close(namespace)
         self._open.callback(listener.close)
         self._open.callback(await self.request.serve_socket(listener))
+
+    def _lives(self) -> bool:
+        """Whether its first processes all run; the daemon may learn of a death a little later."""
+        return self._own <= {process.pid for process in processes.members(self._container.id)}
+
+    def _gone(self) -> RuntimeError:
+        return RuntimeError(f"the container of session {self.request.session_id} is gone")
 
     @property
     def session_dir(self) -> str:
@@ -336,9 +343,7 @@ class DockerRuntime(Runtime):
                 return output.result(await self._exit_code(run, output))
         except aiodocker.DockerError as error:
             if error.status in (404, 409):
-                raise RuntimeError(
-                    f"the container of session {self.request.session_id} is gone"
-                ) from error
+                raise self._gone() from error
             raise
         except BaseException:
             await self._kill_exec(marker)
@@ -362,6 +367,8 @@ class DockerRuntime(Runtime):
             await anyio.sleep(pause)
             pause = min(2 * pause, 0.25)
         if not state["Pid"]:
+            if not self._lives():
+                raise self._gone()
             raise RuntimeError(f"the command could not be started: {output.said()}")
         code = int(state["ExitCode"])
         if code == 137:
@@ -430,7 +437,7 @@ class DockerRuntime(Runtime):
         async with self._docker.session.put(
             self._archive_url(), params={"path": "/"}, data=data
         ) as answer:
-            await _raise_for(answer, f"cannot upload to {target!r}")
+            await self._raise_for(answer, f"cannot upload to {target!r}")
 
     async def download(self, source: str, target: Path) -> None:
         with _scratch_file(self.request.scratch_dir) as file:
@@ -444,7 +451,7 @@ class DockerRuntime(Runtime):
             async with self._docker.session.get(
                 self._archive_url(), params={"path": source}
             ) as answer:
-                await _raise_for(answer, f"cannot download {source!r}")
+                await self._raise_for(answer, f"cannot download {source!r}")
                 stat = json.loads(base64.b64decode(answer.headers["X-Docker-Container-Path-Stat"]))
                 if stat["linkTarget"]:
                     source = stat["linkTarget"]
@@ -452,6 +459,17 @@ class DockerRuntime(Runtime):
                 async for chunk in answer.content.iter_chunked(1 << 18):
                     write(chunk)
                 return
+
+    async def _raise_for(self, answer: aiohttp.ClientResponse, what: str) -> None:
+        if answer.status == 200:
+            return
+        text = await answer.text()
+        if answer.content_type == "application/json":
+            text = json.loads(text)["message"]
+        if not self._lives():
+            raise self._gone()
+        kind = FileNotFoundError if answer.status == 404 else RuntimeError
+        raise kind(f"{what}: {text}")
 
     def _archive_url(self) -> URL:
         return URL(
@@ -499,19 +517,6 @@ async def _remove(container: aiodocker.containers.DockerContainer) -> None:
                 await anyio.sleep(0.05)
             else:
                 return
-
-
-async def _raise_for(answer: aiohttp.ClientResponse, what: str) -> None:
-    if answer.status == 200:
-        return
-    text = await answer.text()
-    try:
-        text = json.loads(text)["message"]
-    except (ValueError, KeyError, TypeError):
-        pass
-    if answer.status == 404:
-        raise FileNotFoundError(f"{what}: {text}")
-    raise RuntimeError(f"{what}: {text}")
 
 
 def _scratch_file(folder: Path) -> IO[bytes]:

@@ -147,6 +147,9 @@ class LocalRuntime(Runtime):
         supervised = await self._spawn(command, where, environment, reads=stdin is not None)
         try:
             return await self._run(supervised, stdin, timeout, output)
+        except ExceptionGroup as group:
+            # Only a callback of the caller's fails in there.
+            raise group.exceptions[0] from None
         finally:
             if not supervised.stays:
                 with anyio.CancelScope(shield=True):

@@ -1,0 +1,102 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from polar_gateway.runtimes.base import PackMount
+from polar_gateway.runtimes.local import LocalRuntime
+from tests.polar_gateway.runtimes.conftest import OpenPlace, alive, until
+
+pytestmark = pytest.mark.parametrize("backend", ["local"])
+
+
+async def test_it_says_that_it_isolates_nothing(open_place: OpenPlace) -> None:
+    place = await open_place()
+    assert not place.isolated
+    assert "isolates nothing" in place.notes[0]
+    assert await LocalRuntime.unavailable() is None
+
+
+async def test_limits_it_cannot_set_are_noted(open_place: OpenPlace) -> None:
+    place = await open_place(spec={"cpus": 2, "memory_mb": 512, "image": "some:image"})
+    assert len(place.notes) == 4
+
+
+@pytest.mark.parametrize("fields", [{"allow_internet": False}, {"network": "none"}])
+async def test_an_isolation_it_cannot_give_is_refused(
+    open_place: OpenPlace, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="cannot be kept by local"):
+        await open_place(spec=fields)
+
+
+async def test_the_model_is_on_the_hosts_loopback(open_place: OpenPlace) -> None:
+    place = await open_place(model_port=4321)
+    assert place.model_url == "http://127.0.0.1:4321"
+
+
+@pytest.mark.parametrize(
+    ("path", "mapped"),
+    [
+        ("/polar/session", "{session}"),
+        ("/polar/session/a/b", "{session}/a/b"),
+        ("/polar/session/../session/a", "{session}/a"),
+        ("/polar/session-other", "/polar/session-other"),
+        ("/polar/packs/pi/bin/node", "/the/pack/bin/node"),
+        ("/etc/passwd", "/etc/passwd"),
+        ("relative", "relative"),
+    ],
+)
+def test_paths_of_documents_are_those_of_its_folder(
+    new_place: Callable[..., LocalRuntime], path: str, mapped: str
+) -> None:
+    place = new_place(mounts=(PackMount(source=Path("/the/pack"), target="/polar/packs/pi"),))
+    assert place.inside(path) == mapped.format(session=place.session_dir)
+
+
+async def test_home_and_temporary_folder_are_its_own(open_place: OpenPlace) -> None:
+    place = await open_place()
+    result = await place.exec('cd "$HOME" && cd "$TMPDIR" && echo "$HOME $TMPDIR"')
+    for folder in result.stdout.split():
+        assert Path(folder).is_relative_to(place.request.scratch_dir)
+
+
+async def test_a_supervisor_ends_with_the_last_process_it_has(
+    open_place: OpenPlace, token: str
+) -> None:
+    place = await open_place()
+    await place.exec("true")
+    assert supervisors() == []
+    await place.exec(f"sleep {token} & true")
+    (supervisor,) = supervisors()
+    for pid in alive(token):
+        psutil.Process(pid).kill()
+    await until(lambda: not supervisor.is_running())
+    await place.exec("true")
+
+
+async def test_a_command_that_kills_its_supervisor_ends_as_killed(open_place: OpenPlace) -> None:
+    place = await open_place()
+    with anyio.fail_after(10):
+        result = await place.exec("kill -9 $PPID; sleep 0.2")
+    assert result.return_code == 137
+    assert (await place.exec("echo alive")).stdout == "alive\n"
+
+
+async def test_a_tree_that_keeps_forking_is_killed(open_place: OpenPlace, token: str) -> None:
+    place = await open_place()
+    await place.exec(
+        f"(while :; do setsid sh -c 'sleep {token}' & sleep 0.01; done) & sleep 1", timeout=0.4
+    )
+    await until(lambda: not alive(token), 2)
+
+
+def supervisors() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("supervise.py" in word for word in child.cmdline())
+    ]
