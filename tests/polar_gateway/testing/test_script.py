@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,11 +9,11 @@ from polar_gateway.testing.script import Rule, Script, ScriptedCall, ScriptFile,
 from polar_gateway.testing.tokenizer import ChatTokenizer
 
 TOKENIZER = ChatTokenizer()
-USER = {"role": "user", "content": "Mend the roof."}
+USER: dict[str, Any] = {"role": "user", "content": "Mend the roof."}
 DEMO = Path(__file__).parents[3] / "examples/demo/script.json"
 
 
-def turn(step: Step) -> dict[str, object]:
+def turn(step: Step) -> dict[str, Any]:
     """A step as the chat message that comes back as history."""
     return {
         "role": "assistant",

@@ -1,17 +1,18 @@
 import time
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_gateway.testing.tokenizer import ChatTokenizer, RenderError
 from polar_gateway.testing.tiny_model import train_tokenizer
+from polar_gateway.testing.tokenizer import ChatTokenizer, RenderError
 
 TOKENIZER = ChatTokenizer()
 USER = {"role": "user", "content": "Fix it."}
-CALLS = {
+CALLS: dict[str, Any] = {
     "role": "assistant",
     "content": "\n\nI look.\n",
     "reasoning": "\nWhere is it?\n",
@@ -20,7 +21,7 @@ CALLS = {
         {"id": "b", "function": {"name": "bash", "arguments": {"command": "cat <b>é"}}},
     ],
 }
-RESULTS = [
+RESULTS: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "a", "content": "calc.py"},
     {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "1"}]},
 ]
