@@ -45,7 +45,7 @@ THREE_TURNS = script(
 class Gateway:
     """The node under test and what it reported."""
 
-    def __init__(self, engine: ScriptedEngine, results_url: str) -> None:
+    def __init__(self, engine: Any, results_url: str) -> None:
         self.engine = engine
         self.results: dict[str, SessionResult] = {}
         self.raw: list[bytes] = []
@@ -117,9 +117,10 @@ async def gateway(
     data_dir: Path,
     engine_script: Script = THREE_TURNS,
     *,
-    engine: ScriptedEngine | None = None,
+    engine: Any = None,
     **config: Any,
 ) -> AsyncIterator[Gateway]:
+    """`engine` is whatever has a `url` while it is open; a scripted engine unless told otherwise."""
     async with engine or ScriptedEngine(engine_script) as behind:
         receiver = Gateway(behind, "")
         results = Starlette(routes=[Route("/results", receiver.take, methods=["POST"])])
