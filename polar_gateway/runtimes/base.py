@@ -69,7 +69,8 @@ class Runtime(ABC):
 
     @classmethod
     async def reap_orphans(cls, owner: str) -> int:
-        """Remove what earlier, killed processes of the node `owner` left behind; return how many."""
+        """Remove what earlier, killed processes of the node `owner` left behind, and nothing that a
+        live one uses; return how many places that were."""
         return 0
 
     @abstractmethod

@@ -202,8 +202,10 @@ class DockerRuntime(Runtime):
 
     @classmethod
     async def reap_orphans(cls, owner: str) -> int:
+        # One that runs has a live process at its lifeline; what is left is what never started.
+        states = ["created", "exited", "dead"]
         async with connected() as docker:
-            query = json.dumps({"label": [f"polar.owner={owner}"]})
+            query = json.dumps({"label": [f"polar.owner={owner}"], "status": states})
             orphans = await docker.containers.list(all="1", filters=query)
             for orphan in orphans:
                 await _remove(orphan)
@@ -341,12 +343,10 @@ class DockerRuntime(Runtime):
                     while (message := await stream.read_out()) is not None:
                         (output.stdout if message.stream == 1 else output.stderr)(message.data)
                 return output.result(await self._exit_code(run, output))
-        except aiodocker.DockerError as error:
-            if error.status in (404, 409):
-                raise self._gone() from error
-            raise
-        except BaseException:
+        except BaseException as error:
             await self._kill_exec(marker)
+            if isinstance(error, aiodocker.DockerError) and error.status in (404, 409):
+                raise self._gone() from error
             raise
         await self._kill_exec(marker)
         return output.result(-1)
@@ -385,10 +385,13 @@ class DockerRuntime(Runtime):
             self._oom_kills = kills
 
     async def _kill_exec(self, marker: str) -> None:
-        await self._kill(lambda found: processes.marked(found, marker))
+        await self._kill(lambda found: self._foreign(processes.marked(found, marker)))
 
     async def cancel(self) -> None:
-        await self._kill(lambda found: [p for p in found if p.pid not in self._own])
+        await self._kill(self._foreign)
+
+    def _foreign(self, found: list[processes.Process]) -> list[processes.Process]:
+        return [process for process in found if process.pid not in self._own]
 
     async def _kill(self, chosen: processes.Choice) -> None:
         """Kill what `chosen` picks until it picks none. Not to be cancelled, and bounded."""

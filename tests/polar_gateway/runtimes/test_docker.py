@@ -24,10 +24,9 @@ def config(tmp_path: Path, **fields: Any) -> dict[str, Any]:
     request = RuntimeRequest(
         session_id="s",
         attempt_id="a",
-        owner="node",
         scratch_dir=tmp_path,
         model_port=None,
-        **{"spec": spec(), **fields},
+        **{"owner": "node", "spec": spec(), **fields},
     )
     options = msgspec.convert(request.spec.kwargs, DockerOptions)
     return docker.container_config(request, options, host_cpus=2)
@@ -276,13 +275,19 @@ class TestContainers:
             assert not alive(secret)
             tasks.cancel_scope.cancel()
 
-    async def test_orphans_of_a_node_are_removed_and_no_others(self, open_place: OpenPlace) -> None:
-        orphan = await open_place(owner="node-1")
-        other = await open_place(owner="node-2")
+    async def test_what_a_killed_gateway_never_started_is_removed_and_nothing_else(
+        self, open_place: OpenPlace, busybox_image: str, tmp_path: Path
+    ) -> None:
+        running = await open_place(owner="node-1")
+        async with docker.connected() as client:
+            for owner in ("node-1", "node-2"):
+                body = config(tmp_path, owner=owner, spec=RuntimeSpec(image=busybox_image))
+                await client.containers.create(body)
         assert await DockerRuntime.reap_orphans("node-1") == 1
-        with pytest.raises(RuntimeError, match="is gone"):
-            await orphan.exec("true")
-        assert (await other.exec("echo alive")).stdout == "alive\n"
+        assert len(await containers("node-1")) == 1
+        assert (await running.exec("echo alive")).stdout == "alive\n"
+        assert await DockerRuntime.reap_orphans("node-2") == 1
+        assert await containers("node-2") == []
 
 
 class Model:
