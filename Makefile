@@ -6,7 +6,6 @@
 
 ENGINE ?= scripted
 ONLY ?=
-MAKEFLAGS += --no-print-directory
 .PHONY: demo test check bench clean
 
 demo:

@@ -25,7 +25,7 @@ import msgspec
 import yaml
 from rich.console import Console
 
-from polar_client.cli.show import Progress, SessionSummary, result_table, summarize
+from polar_client.cli.show import Progress, SessionSummary, output, result_table, summarize
 from polar_client.client import RolloutClient, RolloutError, session_results
 from polar_gateway.runtimes.docker import DockerRuntime
 from polar_gateway.testing import images
@@ -134,7 +134,7 @@ async def _run(engine: str, image: str | None) -> dict[str, Any]:
         for result in session_results(task.results)
     ]
     say()
-    Console(width=None if sys.stdout.isatty() else 160).print(result_table(rows))
+    output().print(result_table(rows))
     for harness, row in rows:
         if row.error:
             say(f"[red]{harness}: {row.error}[/red]")
@@ -209,8 +209,8 @@ async def _engine(engine: str, folder: Path) -> AsyncIterator[str]:
     }[engine]
     log = folder / "engine.log"
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        async with _process(command, stdout=output, stderr=subprocess.STDOUT) as process:
+    with log.open("wb") as log_file:
+        async with _process(command, stdout=log_file, stderr=subprocess.STDOUT) as process:
             await _healthy(url, process, log)
             yield url
 
@@ -234,8 +234,8 @@ async def _polar(engine_url: str, folder: Path) -> AsyncIterator[Ready]:
     command = [str(BIN / "polar"), "up", "--json", "--port", "0", "--data-dir", str(folder)]
     command += ["--engine-url", engine_url, "--allow-unisolated", "--run-workers", "2"]
     log = folder / "polar.log"
-    with log.open("wb") as output:
-        async with _process(command, stdout=subprocess.PIPE, stderr=output) as process:
+    with log.open("wb") as log_file:
+        async with _process(command, stdout=subprocess.PIPE, stderr=log_file) as process:
             assert process.stdout is not None
             said = b""
             while not said.endswith(b"\n"):

@@ -24,6 +24,12 @@ LONGEST_STATE = max(map(len, PATH))
 STYLES = {"COMPLETED": "green", "TIMEOUT": "yellow", "ERROR": "red", "RUNNING": "cyan"}
 
 
+def output() -> Console:
+    """For stdout; wide where no terminal says how wide it is, so that tables stay whole in files."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 class SessionSummary(msgspec.Struct, kw_only=True, frozen=True):
     """One ended session in numbers."""
 

@@ -137,9 +137,7 @@ async def _submit(
 async def _status(
     task_id: str | None, as_json: bool, url: str | None, token_file: Path | None, config: Path | None
 ) -> None:
-    from rich.console import Console
-
-    from polar_client.cli.show import overview, session_table
+    from polar_client.cli.show import output, overview, session_table
     from polar_client.client import ENDED
 
     async with _client(url, token_file, config) as client:
@@ -148,7 +146,7 @@ async def _status(
             if as_json:
                 _print(server)
             else:
-                Console().print(*overview(server), sep="\n")
+                output().print(*overview(server), sep="\n")
             return
         if as_json:
             _print(await client.status(task_id))
@@ -159,7 +157,7 @@ async def _status(
         else:
             done = f"{task.completed_sessions} of {task.total_sessions} sessions have ended"
             click.echo(f"task {task.task_id} is {task.status}: {done}\n")
-            Console().print(session_table(task.sessions))
+            output().print(session_table(task.sessions))
 
 
 async def _cancel(
@@ -209,9 +207,7 @@ def _print(answer: Any) -> None:
 
 
 def _print_ended(task: "TaskStatus", label: str) -> None:
-    from rich.console import Console
-
-    from polar_client.cli.show import result_table, summarize
+    from polar_client.cli.show import output, result_table, summarize
     from polar_client.client import session_results
 
     rows = [
@@ -219,7 +215,7 @@ def _print_ended(task: "TaskStatus", label: str) -> None:
         for number, result in enumerate(session_results(task.results), start=1)
     ]
     click.echo(f"task {task.task_id} is {task.status}\n")
-    Console().print(result_table(rows))
+    output().print(result_table(rows))
     for name, row in rows:
         if row.error:
             click.echo(f"{name}: {row.error}", err=True)
