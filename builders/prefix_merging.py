@@ -72,6 +72,8 @@ class _Fit(NamedTuple):
     """How well a completion continues another; greater is better evidence."""
 
     same_answer: bool
+    same_thread: bool
+    """The harness names the same conversation in its headers, or names none."""
     same_calls: bool
     """The echoed tool-call ids are those of the answer: engines mint them anew for every answer."""
     same_tokens: bool
@@ -131,6 +133,7 @@ class _History:
         answer, sampled = earlier.response_message, earlier.sampled_ids
         fit = _Fit(
             same_answer(answer, echoed),
+            earlier.chain == completion.chain,
             call_ids([answer]) == call_ids(echoed),
             tail[: len(sampled)] == sampled,
         )

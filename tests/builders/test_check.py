@@ -13,7 +13,7 @@ from builders.base import StrategySpec
 from builders.check import check
 from builders.eligible import Options
 from builders.records import Trace, Trajectory
-from tests.builders.world import ACTIONS, World, play
+from tests.builders.world import ACTIONS, END, World, play
 
 Corruption = Callable[[Trajectory, random.Random], bool]
 """Changes the trajectory in place; returns False where it found nothing to change."""
@@ -180,6 +180,45 @@ def move_a_junction(trajectory: Trajectory, chance: random.Random) -> bool:
     return True
 
 
+def cut_at_a_later_end_of_turn(trajectory: Trajectory, chance: random.Random) -> bool:
+    """As if the first message of the harness were still part of the turn; the drift is restated."""
+    for trace in trajectory.traces:
+        assert trace.response_logprobs is not None
+        for number, span in enumerate(trace.metadata["spans"][1:], 1):
+            before = trace.metadata["spans"][number - 1]
+            start = before["start"] + before["length"]
+            interstitial = trace.response_ids[start : span["start"]]
+            if interstitial[0] != END and END in interstitial:
+                cut = interstitial.index(END) + 1
+                for row in (trace.response_ids, trace.loss_mask, trace.response_logprobs):
+                    del row[start : start + cut]
+                for later in trace.metadata["spans"][number:]:
+                    later["start"] -= cut
+                return True
+    return False
+
+
+def misplace_a_span(trajectory: Trajectory, chance: random.Random) -> bool:
+    span = chance.choice(pick(trajectory, chance).metadata["spans"])
+    span["start"] += chance.choice([-1, 1])
+    return True
+
+
+def empty_the_prompt(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).prompt_ids.clear()
+    return True
+
+
+def forget_a_completion_id(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).metadata["completion_ids"].pop()
+    return True
+
+
+def forget_what_the_spans_are(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).metadata["spans"] = []
+    return True
+
+
 def misstate_the_drift(trajectory: Trajectory, chance: random.Random) -> bool:
     pick(trajectory, chance).metadata["context_drift"] += 1
     return True
@@ -263,6 +302,11 @@ CORRUPTIONS: list[Corruption] = [
     swap_the_names_of_two_runs,
     misstate_the_policy,
     move_a_junction,
+    cut_at_a_later_end_of_turn,
+    misplace_a_span,
+    empty_the_prompt,
+    forget_a_completion_id,
+    forget_what_the_spans_are,
     misstate_the_drift,
     join_two_traces,
     misstate_what_was_left_out,
@@ -281,7 +325,7 @@ CORRUPTIONS: list[Corruption] = [
     actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=6),
     strategy=st.sampled_from(sorted(builders.BUILDERS)),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_every_corruption_is_reported(
     corrupt: Corruption, seed: int, actions: list[str], strategy: str
 ) -> None:

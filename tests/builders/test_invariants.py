@@ -42,7 +42,7 @@ def spans(trace: Trace) -> list[tuple[str, int, int]]:
 
 
 @given(world=worlds, actions=sessions, ends=st.sampled_from([(2,), ()]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_both_builders_train_on_exactly_what_was_sampled_and_delivered(
     world: World, actions: list[str], ends: tuple[int, ...]
 ) -> None:
@@ -62,7 +62,7 @@ def test_both_builders_train_on_exactly_what_was_sampled_and_delivered(
 
 
 @given(world=worlds, actions=sessions)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_a_merged_context_is_the_sampled_one_wherever_no_drift_is_counted(
     world: World, actions: list[str]
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_merged_context_is_the_sampled_one_wherever_no_drift_is_counted(
 
 
 @given(world=worlds, actions=sessions)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_the_traces_survive_a_trip_through_json(world: World, actions: list[str]) -> None:
     play(world, actions)
     session = world.session()
@@ -90,21 +90,22 @@ def test_the_traces_survive_a_trip_through_json(world: World, actions: list[str]
 
 
 @given(world=worlds, actions=sessions)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_a_chain_follows_the_answers_that_were_truly_continued(
     world: World, actions: list[str]
 ) -> None:
     play(world, actions)
     trainable = {sample.completion_id for sample in world.samples if sample.trainable}
+    calls = {completion.completion_id: completion for completion in world.completions}
     visible = {
-        completion.completion_id: {**completion.response_message, "reasoning_content": None}
-        for completion in world.completions
+        name: {**completion.response_message, "reasoning_content": None}
+        for name, completion in calls.items()
     }
     trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
     for trace in trajectory.traces:
         for before, after in pairwise(trace.metadata["completion_ids"]):
             truth = world.truly_after.get(after)
-            if truth in trainable:
+            if truth in trainable and calls[truth].tools == calls[after].tools:
                 # Siblings that said the same in public, without a call, cannot be told apart.
                 assert before == truth or visible[before] == visible[truth]
 
@@ -114,7 +115,7 @@ def test_a_chain_follows_the_answers_that_were_truly_continued(
     actions=st.lists(st.sampled_from(["turn", "truncated", "retry", "sibling"]), min_size=1),
     drifts=st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_an_append_only_conversation_is_one_chain_beside_its_childless_siblings(
     seed: int, actions: list[str], drifts: bool
 ) -> None:

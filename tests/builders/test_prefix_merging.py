@@ -142,6 +142,17 @@ def test_siblings_that_cannot_be_told_apart_give_way_to_the_latest_and_it_is_sai
     assert [trace.metadata["ambiguous"] for trace in trajectory.traces] == [0, 1]
 
 
+def test_the_harness_own_name_for_a_conversation_tells_equal_subagents_apart() -> None:
+    world = World(drifts=False)
+    for name in ("a", "b"):
+        world.ask(THREAD, answer=said("same"), chain={"thread-id": name})
+    thread = [*THREAD, said("same"), {"role": "user", "content": "more"}]
+    world.ask(thread, chain={"thread-id": "a"})
+    trajectory = build(world.session())
+    assert chains(trajectory) == [["msg_1"], ["msg_0", "msg_2"]]
+    assert stats(trajectory)["ambiguous"] == 0
+
+
 def test_after_a_rewind_the_longer_line_keeps_the_chain() -> None:
     world = World()
     first = world.ask(THREAD, answer=called("a"))
