@@ -100,6 +100,7 @@ class SessionRun:
         self._stopped_by: Failure | None = None
         self._live_scope = anyio.CancelScope()
         self._grading_scope = anyio.CancelScope()
+        self._runtimes: list[Runtime] = []
         self._agent_place: Place | None = None
         self._plan: LaunchPlan | None = None
         self._harness_run: stages.HarnessRun | None = None
@@ -240,7 +241,7 @@ class SessionRun:
         teardown.push_async_callback(self._stop_runtime, runtime)
         with boundary("runtime", f"the runtime {spec.backend} did not start"):
             await runtime.start()
-        self._findings += [Finding(code="runtime", level="note", message=n) for n in runtime.notes]
+        self._runtimes.append(runtime)
         if not runtime.isolated:
             self._findings.append(
                 Finding(code="unisolated", message=f"the runtime {spec.backend} isolates nothing")
@@ -437,6 +438,8 @@ class SessionRun:
     ) -> SessionResult:
         if self.cancelled:
             failure = Failure(boundary="cancelled", message="session cancelled")
+        notes = [note for runtime in self._runtimes for note in runtime.notes]
+        self._findings += [Finding(code="runtime", level="note", message=note) for note in notes]
         said = verdict(
             completions,
             trajectory,
