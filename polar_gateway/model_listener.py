@@ -23,14 +23,17 @@ BACKLOG = 1024
 IDLE_SECONDS = 600
 """How long an idle connection is kept: longer than agents pause between calls, so that none of
 them meets a connection that was closed while it wrote."""
-SHUTDOWN_SECONDS = 5.0
 
 
 class ModelListener:
-    """Serve an ASGI application from `async with` to its end; port 0 takes a free one."""
+    """Serve an ASGI application from `async with` to its end; port 0 takes a free one.
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
+    Answers on their way have `shutdown_seconds` to be finished in.
+    """
+
+    def __init__(self, app: Any, host: str, port: int, *, shutdown_seconds: float = 5.0) -> None:
         self._host = host
+        self._shutdown_seconds = shutdown_seconds
         self._state = ServerState()
         self._config = uvicorn.Config(
             app,
@@ -67,7 +70,7 @@ class ModelListener:
             connection.shutdown()
         if tasks := list(self._state.tasks):
             with anyio.CancelScope(shield=True):
-                _, late = await asyncio.wait(tasks, timeout=SHUTDOWN_SECONDS)
+                _, late = await asyncio.wait(tasks, timeout=self._shutdown_seconds)
             for task in late:
                 task.cancel()
         for connection in list(self._state.connections):

@@ -225,6 +225,7 @@ class Proxy:
         keep_alive: float = 10.0,
         retry_grace: float = 5.0,
         max_body_bytes: int = MAX_BODY_BYTES,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         self._sessions = sessions
         self._engine = engine
@@ -237,6 +238,7 @@ class Proxy:
         self._retry_grace = retry_grace
         """Seconds for which a generation outlives its client."""
         self._max_body_bytes = max_body_bytes
+        self._max_calls = max_calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
@@ -337,8 +339,8 @@ class Proxy:
     ) -> None:
         if session.sealed:
             raise RefusedError(SEALED)
-        if len(session.calls) >= MAX_CALLS:
-            message = f"this session has {MAX_CALLS} model calls in flight"
+        if len(session.calls) >= self._max_calls:
+            message = f"this session has {self._max_calls} model calls in flight"
             raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
         completion_id = f"msg_{secrets.token_hex(6)}"
         try:

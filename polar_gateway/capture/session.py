@@ -113,6 +113,7 @@ class SessionCapture:
         policy_version: str | None,
     ) -> None:
         self.session_id = session_id
+        self.journal_path = journal_path
         self._ledger = Ledger()
         self._journal = Journal(journal_path)
         self._tree = _MessageTree()

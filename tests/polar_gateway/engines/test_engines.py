@@ -24,4 +24,4 @@ def test_a_secret_is_read_from_the_variable_that_is_named(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="variable ENGINE_TOKEN, which is not set"):
         open_engine(config, model="")
     monkeypatch.setenv("ENGINE_TOKEN", "secret")
-    assert open_engine(config, model="")
+    assert isinstance(open_engine(config, model=""), Vllm)

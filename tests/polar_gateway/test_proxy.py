@@ -1,0 +1,736 @@
+import asyncio
+import gzip
+import json
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+
+from builders.records import Completion
+from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
+from polar_gateway.capture.session import SessionCapture, read_session
+from polar_gateway.dialects.turn import ModelRequest
+from polar_gateway.engines.vllm import Vllm
+from polar_gateway.errors import Failure
+from polar_gateway.model_listener import ModelListener
+from polar_gateway.protocol import Sampling
+from polar_gateway.proxy import SEALED, Proxy, RefusedError, inflated, with_overrides
+from polar_gateway.sessions import Session, Sessions
+from polar_gateway.testing.engine import Fault, ScriptedEngine
+from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
+from polar_gateway.testing.serve import serve
+from tests.polar_gateway.capture.test_journal import files_limited_to
+
+TALK = Script(
+    rules=[
+        Rule(
+            match="tool please",
+            steps=[
+                Step(
+                    think="A tool.",
+                    say="I call it.",
+                    calls=[
+                        ScriptedCall(name="bash", arguments={"command": "ls"}),
+                        ScriptedCall(name="bash", arguments={"command": "pwd"}),
+                    ],
+                ),
+                Step(say="It is done."),
+            ],
+        )
+    ],
+    otherwise=Step(think="Hm.", say="Hello there, this is an answer of some length."),
+)
+BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+
+
+class Asked:
+    """A question on its way; the answer is there once its `async with` block has ended."""
+
+    status = 0
+    answer: Any = None
+
+
+class Bench:
+    """A proxy on a real port before a scripted engine, with one session."""
+
+    def __init__(self, engine: ScriptedEngine, session: Session, sessions: Sessions) -> None:
+        self.engine = engine
+        self.session = session
+        self.sessions = sessions
+        self.url = ""
+        self.http: aiohttp.ClientSession
+
+    @property
+    def completions(self) -> list[Completion]:
+        return self.session.capture.completion_session([]).completions
+
+    @property
+    def journal(self) -> Path:
+        return self.session.capture.journal_path
+
+    def chat(self, text: str = "hi", *, stream: bool = False, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"model": "m", "messages": messages, "stream": stream, "tools": [BASH], **fields}
+
+    def post(self, path: str, body: Any, key: str = "k1", **options: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}", **options.pop("headers", {})}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(self.url + path, data=data, headers=headers, **options)
+
+    async def ask(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        async with self.post(path, body, **options) as response:
+            text = await response.text()
+            whole = response.content_type == "application/json" and text
+            return response.status, json.loads(text) if whole else text
+
+    @asynccontextmanager
+    async def asking(self, path: str, body: Any) -> AsyncIterator[Asked]:
+        asked = Asked()
+
+        async def ask() -> None:
+            asked.status, asked.answer = await self.ask(path, body)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            yield asked
+
+
+@asynccontextmanager
+async def bench(
+    tmp_path: Path,
+    script: Script = TALK,
+    *,
+    sampling: Sampling | None = None,
+    token_delay: float = 0.0,
+    faults: list[Fault] | None = None,
+    **options: Any,
+) -> AsyncIterator[Bench]:
+    async with ScriptedEngine(script, token_delay=token_delay, faults=faults or []) as engine:
+        vllm = Vllm(engine.url, model="tiny", backoff=(0.01, 0.01))
+        sessions = Sessions()
+        capture = SessionCapture(
+            session_id="s1",
+            task_id="t1",
+            journal_path=tmp_path / "journal",
+            metadata={},
+            policy_version=None,
+        )
+        session = Session(
+            session_id="s1",
+            task_id="t1",
+            attempt_id="a1",
+            key="k1",
+            capture=capture,
+            sampling=sampling,
+        )
+        sessions.add(session)
+        proxy = Proxy(
+            sessions=sessions, engine=vllm, model_served="tiny", **{"retry_grace": 0.2, **options}
+        )
+        parts = Bench(engine, session, sessions)
+        async with ModelListener(proxy, "127.0.0.1", 0) as listener:
+            parts.url = f"http://127.0.0.1:{listener.port}"
+            async with aiohttp.ClientSession() as parts.http:
+                yield parts
+        await vllm.aclose()
+        capture.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.005)
+
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    "anthropic": (
+        "/v1/messages?beta=true",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 500},
+    ),
+    "responses": ("/v1/responses", {"input": "hi"}),
+}
+
+
+def error_of(dialect: str, body: Any) -> tuple[str, str]:
+    """Type and message of an error in the dialect's shape."""
+    if dialect == "anthropic":
+        assert body["type"] == "error"
+    return body["error"]["type"], body["error"]["message"]
+
+
+# ---- a call ----
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_dialect_is_answered_and_captured_token_for_token(
+    tmp_path: Path, dialect: str, stream: bool
+) -> None:
+    path, body = CALLS[dialect]
+    async with bench(tmp_path) as b:
+        status, answer = await b.ask(path, {"model": "asked", "stream": stream, **body})
+        assert status == 200
+        if not stream:
+            assert "an answer of some length" in json.dumps(answer)
+        [said] = b.engine.calls
+        [completion] = b.completions
+    assert said.request_id == f"chatcmpl-{completion.completion_id}"
+    assert list(completion.prompt_ids) == said.prompt_token_ids
+    assert list(completion.sampled_ids) == said.token_ids
+    assert completion.findings == []
+    assert completion.delivered
+    assert completion.dialect == dialect
+    assert (completion.model_requested, completion.model_used) == ("asked", "tiny")
+    assert completion.usage["prompt_tokens"] == len(said.prompt_token_ids)
+    [read] = read_session(b.journal).completions
+    assert read.sampled_ids == completion.sampled_ids
+
+
+async def test_the_answer_has_true_usage_and_the_requested_model(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        _, answer = await b.ask("/v1/chat/completions", b.chat())
+        [said] = b.engine.calls
+    assert answer["model"] == "m"
+    assert answer["usage"]["prompt_tokens"] == len(said.prompt_token_ids)
+    assert answer["usage"]["completion_tokens"] == len(said.token_ids)
+
+
+async def test_turns_of_a_session_extend_each_other(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        first = b.chat("tool please")
+        _, answer = await b.ask("/v1/chat/completions", first)
+        message = answer["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "x"}
+            for call in message["tool_calls"]
+        ]
+        await b.ask(
+            "/v1/chat/completions", {**first, "messages": [*first["messages"], message, *results]}
+        )
+        one, two = b.completions
+    assert two.parent is one
+    assert two.shared >= one.prompt_length
+    assert two.messages_shared == 2
+    assert len(two.messages_tail) == 2
+
+
+async def test_the_intent_is_in_the_journal_while_the_engine_works(tmp_path: Path) -> None:
+    async with (
+        bench(tmp_path, faults=[Fault(delay=0.2)]) as b,
+        b.asking("/v1/chat/completions", b.chat()),
+    ):
+        await until(lambda: len(b.engine.calls) == 1)
+        kinds = [type(record) for record in read_journal(b.journal).records[1:]]
+        assert kinds == [Intent]
+
+
+async def test_a_whole_answer_leaves_after_its_record(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b, b.post("/v1/chat/completions", b.chat()) as response:
+        assert isinstance(read_journal(b.journal).records[-1], Completed)
+        await response.read()
+
+
+@pytest.mark.parametrize("dialect", ["anthropic", "responses"])
+async def test_a_tool_call_ends_only_after_its_tokens_are_in_the_journal(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    body = json.loads(json.dumps(body).replace('"hi"', '"tool please"'))
+    tool = {"name": "bash", "type": "function", "input_schema": {"type": "object"}}
+    body["tools"] = [tool if dialect == "responses" else {**tool, "type": "custom"}]
+    seen: list[tuple[str, int]] = []
+    async with bench(tmp_path, token_delay=0.004) as b:
+        async with b.post(path, {"model": "m", "stream": True, **body}) as response:
+            kind, in_call = "", False
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                kind = event["type"]
+                if kind in ("content_block_start", "response.output_item.added"):
+                    block = event.get("content_block") or event["item"]
+                    in_call = block["type"] in ("tool_use", "function_call")
+                if in_call and kind in ("content_block_stop", "response.output_item.done"):
+                    records = read_journal(b.journal).records
+                    appended = [r for r in records if isinstance(r, Appended)]
+                    sampled = b"".join(record.sampled for record in appended)
+                    seen.append((type(records[-1]).__name__, len(sampled) // 4))
+                if kind in ("message_stop", "response.completed"):
+                    assert isinstance(read_journal(b.journal).records[-1], Completed)
+        [said] = b.engine.calls
+        [completion] = b.completions
+    assert len(seen) == 2, "two calls ended"
+    text = b.engine.tokenizer
+    first = seen[0][1]
+    assert 0 < first <= seen[1][1] <= len(said.token_ids)
+    assert '"ls"' in text.decode(said.token_ids[:first])
+    assert list(completion.sampled_ids) == said.token_ids
+
+
+async def test_text_flows_while_the_model_still_speaks(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.01) as b:
+        async with b.post("/v1/chat/completions", b.chat(stream=True)) as response:
+            async for line in response.content:
+                if b'"content"' in line or b'"reasoning_content"' in line:
+                    break
+            assert b.completions == []
+            assert not b.engine.calls[0].finished
+            await response.read()
+        await until(lambda: len(b.completions) == 1)
+
+
+# ---- who asks ----
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_an_unknown_key_is_refused_in_the_dialects_shape(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    async with bench(tmp_path) as b:
+        for key in ("wrong", "s1", "K1"):
+            status, answer = await b.ask(path, {"model": "m", **body}, key=key)
+            assert status == 401
+            kind, message = error_of(dialect, answer)
+            assert kind == (
+                "authentication_error" if dialect == "anthropic" else "invalid_request_error"
+            )
+            assert message == "no live session has this API key"
+            assert key not in json.dumps(answer)
+        async with b.http.post(b.url + path, data=b"{}") as response:
+            assert response.status == 401
+        assert list(b.engine.calls) == []
+        assert len(read_journal(b.journal).records) == 1
+
+
+async def test_a_key_may_come_in_any_providers_place(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        body = json.dumps(b.chat()).encode()
+        path = b.url + "/v1/chat/completions"
+        for headers, query in [
+            ({"x-api-key": "k1"}, ""),
+            ({"x-goog-api-key": "k1"}, ""),
+            ({}, "?key=k1"),
+        ]:
+            async with b.http.post(path + query, data=body, headers=headers) as response:
+                assert response.status == 200
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_a_sealed_session_refuses_in_a_way_that_is_not_asked_again(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    async with bench(tmp_path) as b:
+        b.session.seal()
+        status, answer = await b.ask(path, {"model": "m", **body})
+        assert status == 400
+        assert error_of(dialect, answer)[1] == "this session has ended"
+        assert list(b.engine.calls) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_seal_cancels_what_is_in_flight_at_once(tmp_path: Path, stream: bool) -> None:
+    async with bench(tmp_path, token_delay=0.05, retry_grace=60.0) as b:
+        async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
+            await until(lambda: len(b.engine.calls) == 1)
+            await asyncio.sleep(0.12)
+            began = time.monotonic()
+            b.session.seal()
+        assert time.monotonic() - began < 0.5
+        assert "this session has ended" in str(asked.answer)
+        assert asked.status == (200 if stream else 400)
+        assert b.session.calls == set()
+        session = b.session.capture.completion_session([])
+        assert (session.completions, session.findings) == ([], ["call_cut_by_seal"])
+        assert b.session.engine_failure is None
+        assert not b.engine.calls[0].finished
+
+
+# ---- what is asked ----
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(b"{", "the body is not JSON"), (b"[]", "the body must be a JSON object"), (b"", "not JSON")],
+)
+async def test_a_body_that_is_no_request_is_a_400(tmp_path: Path, body: bytes, said: str) -> None:
+    async with bench(tmp_path) as b:
+        status, answer = await b.ask("/v1/chat/completions", body)
+    assert status == 400
+    assert said in answer["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_a_413_said_or_not(tmp_path: Path) -> None:
+    async with bench(tmp_path, max_body_bytes=2000) as b:
+        large = b.chat("x" * 3000)
+        status, answer = await b.ask("/v1/chat/completions", large)
+        assert status == 413
+        assert "larger than 2000 bytes" in answer["error"]["message"]
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(30):
+                yield b"x" * 100
+
+        async with b.http.post(
+            b.url + "/v1/chat/completions", data=pieces(), headers={"x-api-key": "k1"}
+        ) as response:
+            assert response.status == 413
+        assert (await b.ask("/v1/chat/completions", b.chat()))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+async def test_a_compressed_body_is_read(
+    tmp_path: Path, encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    async with bench(tmp_path) as b:
+        data = compress(json.dumps(b.chat("compressed words")).encode())
+        status, _ = await b.ask(
+            "/v1/chat/completions", data, headers={"content-encoding": encoding}
+        )
+        assert status == 200
+        assert "compressed words" in b.engine.calls[0].prompt
+
+
+def test_decompression_is_bounded_and_checked() -> None:
+    assert inflated(gzip.compress(b"x" * 1000), "gzip", 1000) == b"x" * 1000
+    for data, encoding, limit, status in [
+        (gzip.compress(b"x" * 1_000_000), "gzip", 1000, 413),
+        (b"no gzip", "gzip", 1000, 400),
+        (gzip.compress(b"x" * 1000)[:-12], "gzip", 10_000, 400),
+        (b"x", "zstd", 1000, 400),
+    ]:
+        with pytest.raises(RefusedError) as refused:
+            inflated(data, encoding, limit)
+        assert refused.value.kind.status == status
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_what_cannot_be_honoured_is_a_400_that_names_it(tmp_path: Path, dialect: str) -> None:
+    path, body = CALLS[dialect]
+    broken = {"model": 7, **body}
+    async with bench(tmp_path) as b:
+        status, answer = await b.ask(path, broken)
+        assert status == 400
+        assert "model: must be a string" in error_of(dialect, answer)[1]
+        assert list(b.engine.calls) == []
+        if dialect != "anthropic":
+            assert b.session.engine_failure is None
+            return
+        # Claude Code goes on by asking for something else, so its session fails for the reason.
+        failure = b.session.engine_failure
+        assert failure is not None
+        assert failure.boundary == "harness"
+        assert "model: must be a string" in failure.message
+        assert (await b.ask(path, {"model": "m", **body}))[0] == 200
+        assert b.session.engine_failure is failure
+
+
+async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path: Path) -> None:
+    sampling = Sampling(temperature=0.5, top_p=0.9)
+    async with bench(tmp_path, sampling=sampling, max_model_len=400) as b:
+        await b.ask("/v1/chat/completions", b.chat(temperature=0.0, top_k=3, max_tokens=128_000))
+        asked = b.engine.calls[0].request
+        [completion] = b.completions
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 400}
+    assert {name: asked[name] for name in expected} == expected
+    assert completion.sampling == expected
+    assert completion.notes == [
+        "temperature: 0.5 instead of 0.0",
+        "top_p: 0.9 instead of None",
+        "max_tokens: 400 instead of 128000",
+    ]
+
+
+def test_a_request_without_anything_to_override_stays_as_it_is() -> None:
+    request = ModelRequest(model="m", messages=[], max_tokens=5)
+    assert with_overrides(request, None, 100) is request
+    assert with_overrides(request, Sampling(), None) is request
+    assert with_overrides(request, Sampling(max_tokens=3), 100).max_tokens == 3
+
+
+async def test_only_chain_headers_are_kept(tmp_path: Path) -> None:
+    headers = {"thread-id": "T1", "x-claude-code-agent-id": "A1", "x-other": "no"}
+    async with bench(tmp_path) as b:
+        await b.ask("/v1/chat/completions", b.chat(), headers=headers)
+        assert b.completions[0].chain == {"thread-id": "T1", "x-claude-code-agent-id": "A1"}
+
+
+# ---- auxiliary routes ----
+
+
+async def test_auxiliary_requests_are_answered_and_never_recorded(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        auth = {"authorization": "Bearer k1"}
+        async with b.http.get(b.url + "/v1/models", headers=auth) as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+        async with b.http.get(b.url + "/v1/models") as response:
+            assert response.status == 401
+        for method, path in [("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/")]:
+            async with b.http.request(method, b.url + path) as response:
+                assert response.status == 200
+        path, body = CALLS["anthropic"]
+        status, counted = await b.ask("/v1/messages/count_tokens", {"model": "m", **body})
+        assert status == 200
+        assert b.completions == []
+        await b.ask(path, {"model": "m", **body})
+        assert counted["input_tokens"] == len(b.completions[0].prompt_ids)
+        assert len(b.engine.calls) == 1
+        status, answer = await b.ask("/v1/embeddings", {})
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+
+
+# ---- an engine in trouble ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_failures_of_the_engine_are_not_heard(tmp_path: Path, stream: bool) -> None:
+    async with bench(tmp_path, faults=[Fault(status=500, times=2)]) as b:
+        status, _ = await b.ask("/v1/chat/completions", b.chat(stream=stream))
+        assert status == 200
+        assert b.engine.total_calls == 3
+        assert len(b.completions) == 1
+        assert b.session.engine_failure is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lasting_failure_is_a_status_and_noted_until_a_call_succeeds(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path, faults=[Fault(status=500, times=3, message="no luck")]) as b:
+        status, answer = await b.ask("/v1/chat/completions", b.chat(stream=stream))
+        assert status == 500
+        assert "no luck" in answer["error"]["message"]
+        assert b.session.engine_failure == Failure(
+            boundary="engine",
+            message="the engine answered 500: no luck",
+            infra=True,
+            detail=b.session.engine_failure.detail if b.session.engine_failure else "",
+        )
+        assert b.session.capture.completion_session([]).findings == ["call_failed"]
+        await b.ask("/v1/chat/completions", b.chat(stream=stream))
+        assert b.session.engine_failure is None
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_an_error_in_mid_stream_is_said_in_band_and_is_no_completion(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    async with bench(tmp_path, token_delay=0.01, faults=[Fault(error_after=5)]) as b:
+        status, text = await b.ask(path, {"model": "m", "stream": True, **body})
+        assert status == 200
+        assert '"error"' in text
+        assert '"finish_reason":"stop"' not in text
+        assert "message_stop" not in text
+        assert "response.completed" not in text
+        assert b.completions == []
+        assert b.session.engine_failure is not None
+        assert b.engine.total_calls == 1, "a part was handed on, so it must not be sampled again"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_generation_is_not_recorded(tmp_path: Path, stream: bool) -> None:
+    async with bench(tmp_path, faults=[Fault(abort_after=3, times=3)]) as b:
+        status, answer = await b.ask("/v1/chat/completions", b.chat(stream=stream))
+        assert status == 503 or "aborted the generation" in str(answer)
+        assert b.completions == []
+        assert b.session.engine_failure is not None
+
+
+async def test_overflow_is_told_in_the_dialects_own_words(tmp_path: Path) -> None:
+    said = "This model's maximum context length is 100 tokens. However, your prompt contains at least 101 input tokens"
+    for dialect, (path, body) in CALLS.items():
+        async with bench(tmp_path / dialect, faults=[Fault(status=400, message=said)]) as b:
+            status, answer = await b.ask(path, {"model": "m", **body})
+            assert status == 400
+            kind, message = error_of(dialect, answer)
+            if dialect == "anthropic":
+                assert kind == "invalid_request_error"
+                assert message.startswith("prompt is too long: 101 tokens > 100 maximum")
+            else:
+                assert answer["error"]["code"] == "context_length_exceeded"
+                assert said in message
+            assert b.engine.total_calls == 1
+
+
+async def test_what_the_engine_leaves_out_is_a_finding(tmp_path: Path) -> None:
+    async with bench(tmp_path, faults=[Fault(omit=["logprobs"])]) as b:
+        await b.ask("/v1/chat/completions", b.chat())
+        [completion] = b.completions
+    assert completion.logprobs is None
+    assert completion.findings == ["logprobs_missing"]
+
+
+async def test_a_full_disk_fails_the_call_and_is_noted(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        with files_limited_to(b.journal.stat().st_size):
+            status, answer = await b.ask("/v1/chat/completions", b.chat())
+            assert status == 500
+            assert "cannot write to the journal" in answer["error"]["message"]
+            assert list(b.engine.calls) == [], "without a durable intent nothing is asked"
+        assert b.session.engine_failure is not None
+        assert b.session.engine_failure.boundary == "capture"
+        assert b.session.engine_failure.infra
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, stream: bool) -> None:
+    async with bench(tmp_path, faults=[Fault(delay=0.15)]) as b:
+        with ExitStack() as disk:
+            async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
+                await until(lambda: len(b.engine.calls) == 1)
+                disk.enter_context(files_limited_to(b.journal.stat().st_size))
+        assert asked.status == (200 if stream else 500)
+        assert "cannot write to the journal" in str(asked.answer)
+        assert '"finish_reason":"stop"' not in str(asked.answer)
+        assert b.completions == []
+        session = b.session.capture.completion_session([])
+        assert session.findings == ["call_unfinished"]
+
+
+# ---- time ----
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_headers_leave_before_the_engine_speaks_and_silence_is_filled(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    faults = [Fault(delay=0.6)]
+    async with bench(tmp_path, faults=faults, header_delay=0.1, keep_alive=0.1) as b:
+        began = time.monotonic()
+        async with b.post(path, {"model": "m", "stream": True, **body}) as response:
+            assert 0.05 < time.monotonic() - began < 0.5
+            times = [time.monotonic() - began async for _ in response.content.iter_any()]
+        assert len(b.completions) == 1
+    before = [at for at in times if at < 0.55]
+    assert len(before) >= 3
+    assert all(later - earlier < 0.4 for earlier, later in pairwise(before))
+
+
+async def test_what_fails_after_the_headers_is_said_in_band(tmp_path: Path) -> None:
+    faults = [Fault(delay=0.2, status=500, times=3, message="too late")]
+    async with bench(tmp_path, faults=faults, header_delay=0.05) as b:
+        status, text = await b.ask("/v1/chat/completions", b.chat(stream=True))
+    assert status == 200
+    assert "too late" in text
+
+
+async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> None:
+    path, body = CALLS["anthropic"]
+    async with bench(tmp_path, token_delay=0.02, header_delay=0.1, keep_alive=0.3) as b:
+        _, text = await b.ask(path, {"model": "m", "stream": True, **body})
+    assert "event: ping" not in text.split("content_block_delta", 1)[1]
+
+
+# ---- a harness that goes away ----
+
+
+async def leave(b: Bench, body: dict[str, Any], *, once: Callable[[], Awaitable[None]]) -> None:
+    """Ask over a connection of our own, and reset it when `once` has returned."""
+    host, port = b.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(data), data)
+    )
+    await once()
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path, token_delay=0.01, retry_grace=30.0) as b:
+        await leave(b, b.chat(stream=stream), once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await until(lambda: len(b.completions) == 1)
+        await until(lambda: not b.session.calls)
+        [completion] = b.completions
+        assert list(completion.sampled_ids) == b.engine.calls[0].token_ids
+        assert b.engine.calls[0].finished
+    assert not completion.delivered
+    assert not read_session(b.journal).completions[0].delivered
+
+
+async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.1, retry_grace=0.3) as b:
+        await leave(b, b.chat(stream=True), once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await asyncio.sleep(0.15)
+        assert len(b.session.calls) == 1
+        await until(lambda: not b.session.calls)
+        [completion] = b.completions
+        assert not completion.delivered
+        assert completion.finish_reason is None
+        sampled = list(completion.sampled_ids)
+        assert len(sampled) > 0
+        assert sampled == b.engine.calls[0].token_ids[: len(sampled)]
+        assert len(completion.logprobs or ()) == len(sampled)
+        await asyncio.sleep(0.2)
+        assert not b.engine.calls[0].finished
+
+
+async def test_a_whole_call_that_is_given_up_is_no_completion(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.2, retry_grace=0.05) as b:
+        await leave(b, b.chat(), once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await until(
+            lambda: b.session.capture.completion_session([]).findings != ["call_unfinished"]
+        )
+        session = b.session.capture.completion_session([])
+        assert (session.completions, session.findings) == ([], ["call_abandoned"])
+
+
+async def test_a_harness_that_leaves_in_mid_request_leaves_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        host, port = b.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n"
+            b"content-length: 1000\r\n\r\n{"
+        )
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        assert (await b.ask("/v1/chat/completions", b.chat()))[0] == 200
+        assert len(b.completions) == 1
+
+
+async def test_a_session_may_have_many_calls_but_not_any_number(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.02, max_calls=2) as b:
+        asking = partial(b.asking, "/v1/chat/completions", b.chat())
+        async with asking() as first, asking() as second:
+            await until(lambda: len(b.session.calls) == 2)
+            status, answer = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 429
+        assert "2 model calls in flight" in answer["error"]["message"]
+        assert (first.status, second.status) == (200, 200)
+
+
+def test_the_refusal_of_a_sealed_session_is_one_that_is_rarely_asked_again() -> None:
+    assert SEALED.status == 400
+
+
+async def test_the_proxy_needs_no_listener_of_ours(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        proxy = Proxy(
+            sessions=b.sessions, engine=Vllm(b.engine.url, model="tiny"), model_served="tiny"
+        )
+        async with (
+            serve(proxy) as url,
+            b.http.get(url + "/v1/models", headers={"x-api-key": "k1"}) as response,
+        ):
+            assert response.status == 200
