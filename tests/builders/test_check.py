@@ -198,6 +198,15 @@ def cut_at_a_later_end_of_turn(trajectory: Trajectory, chance: random.Random) ->
     return False
 
 
+def append_a_masked_token(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    trace.response_ids.append(END)
+    trace.loss_mask.append(0)
+    trace.response_logprobs.append(0.0)
+    return True
+
+
 def misplace_a_span(trajectory: Trajectory, chance: random.Random) -> bool:
     span = chance.choice(pick(trajectory, chance).metadata["spans"])
     span["start"] += chance.choice([-1, 1])
@@ -303,6 +312,7 @@ CORRUPTIONS: list[Corruption] = [
     misstate_the_policy,
     move_a_junction,
     cut_at_a_later_end_of_turn,
+    append_a_masked_token,
     misplace_a_span,
     empty_the_prompt,
     forget_a_completion_id,
