@@ -83,8 +83,8 @@ class RolloutConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
         """Where nodes and people reach the server; meaningful once `port` is not 0."""
         if self.public_url:
             return self.public_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class Topology(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -76,14 +76,14 @@ class Dispatcher:
         self._callback_url = callback_url
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
-    async def tell(self, outgoing: Outgoing) -> None:
-        """Bring the attempt, or its cancellation, to its node."""
+    async def tell(self, outgoing: Outgoing) -> bool:
+        """Bring the attempt, or its cancellation, to its node; True when nothing is left to do but to
+        wait for the node's report."""
         if outgoing.status is AttemptState.DISPATCHING:
-            await self._dispatch(outgoing)
-        else:
-            await self._cancel(outgoing)
+            return await self._dispatch(outgoing)
+        return await self._cancel(outgoing)
 
-    async def _dispatch(self, outgoing: Outgoing) -> None:
+    async def _dispatch(self, outgoing: Outgoing) -> bool:
         document = msgspec.json.encode(
             tasks.dispatch_request(
                 msgspec.json.decode(outgoing.request, type=TaskRequest),
@@ -96,8 +96,8 @@ class Dispatcher:
         answer = Answer.SET_ASIDE if status is None else judge(status, body, outgoing.attempt_id)
         now = time.time()
         if answer is Answer.TAKEN:
-            await self._store.accepted(outgoing.attempt_id, now)
-            return
+            cancelled_meanwhile = await self._store.accepted(outgoing.attempt_id)
+            return not cancelled_meanwhile
         said = _said(body).detail if status is not None else body.decode()
         failure = Failure(
             boundary="delivery",
@@ -116,6 +116,7 @@ class Dispatcher:
             await self._store.unfit(outgoing.attempt_id, failure, now)
         else:
             await self._store.refused(outgoing.attempt_id, failure, now)
+        return False
 
     async def _send(self, outgoing: Outgoing, document: bytes) -> tuple[int | None, bytes]:
         """Status and body of the node's answer; None and the reason when there never was one."""
@@ -136,7 +137,8 @@ class Dispatcher:
                 return None, reason.encode()
             await anyio.sleep(pause)
 
-    async def _cancel(self, outgoing: Outgoing) -> None:
+    async def _cancel(self, outgoing: Outgoing) -> bool:
+        status = None
         try:
             async with self._http.delete(
                 f"{outgoing.gateway_url}/sessions/{outgoing.session_id}",
@@ -145,18 +147,15 @@ class Dispatcher:
                 allow_redirects=False,
             ) as response:
                 status = response.status
+            reason = f"it answered {status}"
         except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("session %s is not cancelled yet: %s", outgoing.session_id, error)
-        else:
-            if status == 404 or 200 <= status < 300:
-                await self._store.cancel_told(
-                    outgoing.attempt_id, known=status != 404, now=time.time()
-                )
-                return
-            logger.warning(
-                "session %s is not cancelled yet: node %s answered %d",
-                outgoing.session_id,
-                outgoing.node_id,
-                status,
-            )
+            reason = str(error) or type(error).__name__
+        if status == 404 or (status is not None and 200 <= status < 300):
+            known = status != 404
+            await self._store.cancel_told(outgoing.attempt_id, known=known, now=time.time())
+            return known
+        logger.warning(
+            "node %s does not cancel session %s yet: %s", outgoing.node_id, outgoing.session_id, reason
+        )
         await anyio.sleep(CANCEL_RETRY_SECONDS)
+        return False

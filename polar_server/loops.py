@@ -59,21 +59,25 @@ class Loop(ABC):
         """
 
     def start(
-        self, group: anyio.abc.TaskGroup, name: str, work: Callable[[T], Awaitable[None]], what: T
+        self, group: anyio.abc.TaskGroup, name: str, work: Callable[[T], Awaitable[bool]], what: T
     ) -> None:
-        """Do `work` in the group unless `name` is being done or was just finished; the loop is woken
-        when it is done, and looks again."""
+        """Do `work` in the group unless `name` is being done, or was finished after the step began.
+
+        `work` returns whether the loop is to look again.
+        """
         if name not in self._busy and name not in self._finished:
             self._busy.add(name)
             group.start_soon(self._once, name, work, what, name=name)
 
-    async def _once(self, name: str, work: Callable[[T], Awaitable[None]], what: T) -> None:
+    async def _once(self, name: str, work: Callable[[T], Awaitable[bool]], what: T) -> None:
+        look_again = True
         try:
-            await work(what)
+            look_again = await work(what)
         except (SQLAlchemyError, OSError):
             logger.exception("%s: %s failed; trying again", type(self).__name__, name)
             await anyio.sleep(TROUBLE_SECONDS)
         finally:
             self._busy.discard(name)
             self._finished.add(name)
-            self.wake()
+            if look_again:
+                self.wake()

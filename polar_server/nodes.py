@@ -48,6 +48,8 @@ class LiveAttempt(msgspec.Struct, kw_only=True, frozen=True):
     node_id: str
     created_at: float
     cancel_told_at: float | None
+    dispatching: bool
+    """The node has not said yet that it took it."""
 
 
 def lease_ends(node: Node, listening_since: float) -> float:

@@ -58,13 +58,20 @@ class Outbox(Loop):
     async def step(self, group: anyio.abc.TaskGroup) -> float | None:
         if len(self._busy) >= AT_ONCE:
             return None  # the next one to finish wakes the loop
-        for callback in await self._store.due_callbacks(
-            time.time(), busy=self._busy, limit=AT_ONCE - len(self._busy)
+        now = time.time()
+        for callback in await self._store.pending_callbacks(
+            busy=self._busy, limit=AT_ONCE - len(self._busy)
         ):
+            if callback.next_at > now:
+                return callback.next_at
             self.start(group, callback.callback_id, self._deliver, callback)
-        return await self._store.next_callback_at(busy=self._busy)
+        return None  # what else there is, is seen when one of these is done
 
-    async def _deliver(self, callback: Callback) -> None:
+    async def _deliver(self, callback: Callback) -> bool:
+        await self._try(callback)
+        return True
+
+    async def _try(self, callback: Callback) -> None:
         problem, gone = await self._post(callback)
         now = time.time()
         if problem is None:

@@ -6,7 +6,7 @@ from typing import cast
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from polar_server.errors import RefusalError
@@ -35,6 +35,11 @@ async def _http(_request: Request, error: Exception) -> Response:
     )
 
 
+async def _gone(_request: Request, _error: Exception) -> Response:
+    # The caller closed the connection in the middle of its body; nobody reads this.
+    return Response(status_code=400)
+
+
 async def _broken(request: Request, error: Exception) -> Response:
     # Starlette raises it again after the answer is sent, and uvicorn logs it with its traceback.
     return problem_response(
@@ -51,5 +56,6 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 EXCEPTION_HANDLERS: dict[type[Exception], Handler] = {
     RefusalError: _refused,
     HTTPException: _http,
+    ClientDisconnect: _gone,
     Exception: _broken,
 }

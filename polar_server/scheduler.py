@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import anyio.abc
 
-from polar_server import nodes
 from polar_server.dispatch import Dispatcher
 from polar_server.loops import LONGEST_WAIT_SECONDS, Loop
 from polar_server.nodes import Progress
@@ -45,23 +44,23 @@ class Scheduler(Loop):
             logger.warning("the server was stopped for %.0f s", now - self._stepped_at)
             self.listening_since = now
         self._stepped_at = now
-        given_up = await self._store.give_up(
+        plan = await self._store.plan(
             self._progress.reported,
+            busy=self._busy,
             now=now,
             listening_since=self.listening_since,
             cancels_told_before=now - self._cancel_grace_seconds,
         )
-        if given_up:
-            logger.warning("%d attempts were lost, or cancelled and never reported", given_up)
+        if plan.given_up:
+            logger.warning("%d attempts were lost, or cancelled and never reported", plan.given_up)
             self._sessions_may_have_ended()
-        await self._store.place(now, self.listening_since)
-        for outgoing in await self._store.outgoing(busy=self._busy):
+        for outgoing in plan.outgoing:
             self.start(group, outgoing.attempt_id, self._tell, outgoing)
-        known = (await self._store.nodes()).values()
-        due_at = nodes.next_due(known, now, self.listening_since)
         grace_ends = now + self._cancel_grace_seconds
-        return grace_ends if due_at is None else min(due_at, grace_ends)
+        return grace_ends if plan.due_at is None else min(plan.due_at, grace_ends)
 
-    async def _tell(self, outgoing: Outgoing) -> None:
-        await self._dispatcher.tell(outgoing)
-        self._sessions_may_have_ended()
+    async def _tell(self, outgoing: Outgoing) -> bool:
+        taken = await self._dispatcher.tell(outgoing)
+        if not taken:
+            self._sessions_may_have_ended()
+        return not taken

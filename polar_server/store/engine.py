@@ -1,7 +1,7 @@
 """A database by URL: its connections, its transactions, its schema."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ class Database:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._writer = engine.execution_options(polar_writes=True)
+        # SQLite has one writer at a time, and who finds it busy polls; here they wait in order.
+        self._turn = anyio.Lock() if engine.dialect.name == "sqlite" else nullcontext()
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """One decision: everything inside happens or nothing does."""
         with anyio.CancelScope(shield=True):
-            async with self._writer.begin() as connection:
+            async with self._turn, self._writer.begin() as connection:
                 yield connection
 
     @asynccontextmanager

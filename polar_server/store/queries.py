@@ -28,6 +28,7 @@ from polar_server.store.engine import Database
 from polar_server.store.records import (
     Callback,
     Outgoing,
+    Plan,
     ReportedResult,
     Session,
     Task,
@@ -285,44 +286,25 @@ class Store:
 
     # Attempts
 
-    async def place(self, now: float, listening_since: float) -> int:
-        """Give queued sessions to nodes with free places; returns how many.
-
-        Each gets an attempt, recorded before its node hears of it.
-        """
-        async with self._database.write() as connection:
-            slots = [
-                placement.NodeSlots(
-                    node_id=node.node_id,
-                    free=nodes.free_places(node, now),
-                    last_placed=node.last_placed,
-                    offers=node.registration.offers,
-                )
-                for node in (await _nodes(connection)).values()
-                if nodes.healthy(node, now, listening_since) and not node.draining
-            ]
-            if not any(slot.free for slot in slots):
-                return 0
-            placements = placement.place(await _lanes(connection), slots)
-            if placements:
-                await _record(connection, placements, now)
-            return len(placements)
-
-    async def give_up(
+    async def plan(
         self,
         reported: Mapping[str, Iterable[str]],
         *,
+        busy: Collection[str],
         now: float,
         listening_since: float,
         cancels_told_before: float,
-    ) -> int:
-        """End the attempts that will not be heard of again: those that are lost, and those that were
-        cancelled and never reported; returns how many."""
+    ) -> Plan:
+        """Take the scheduler's decisions in one step.
+
+        Attempts that will not be heard of again are ended: those lost with their node, and those
+        cancelled and never reported. Free places are filled; each placement is an attempt, recorded
+        before its node hears of it. Returns what nodes are to be told, but for attempts whose node
+        is being told (`busy`).
+        """
         async with self._database.write() as connection:
             live = await _live_attempts(connection)
-            if not live:
-                return 0
-            known = await _nodes(connection)
+            known = await _nodes(connection, live)
             lost = nodes.lost_attempts(live, known, reported, now, listening_since)
             for attempt in lost:
                 failure = Failure(
@@ -340,16 +322,29 @@ class Store:
             ]
             for attempt in overdue:
                 await _cancelled(connection, attempt.attempt_id, now)
-            return len(lost) + len(overdue)
+            slots = [
+                placement.NodeSlots(
+                    node_id=node.node_id,
+                    free=nodes.free_places(node, now),
+                    last_placed=node.last_placed,
+                    offers=node.registration.offers,
+                )
+                for node in known.values()
+                if nodes.healthy(node, now, listening_since) and not node.draining
+            ]
+            if any(slot.free for slot in slots):
+                placements = placement.place(await _lanes(connection), slots)
+                if placements:
+                    await _record(connection, placements, now)
+            return Plan(
+                outgoing=await _outgoing(connection, busy),
+                given_up=len(lost) + len(overdue),
+                due_at=nodes.next_due(known.values(), now, listening_since),
+            )
 
-    async def outgoing(self, *, busy: Collection[str]) -> list[Outgoing]:
-        """The attempts whose node is to be told something, to take it or to cancel it, but for those
-        whose node is being told (`busy`)."""
-        async with self._database.read() as connection:
-            return await _outgoing(connection, busy)
-
-    async def accepted(self, attempt_id: str, now: float) -> None:
-        """The node took the attempt; nothing happens if it ended meanwhile."""
+    async def accepted(self, attempt_id: str) -> bool:
+        """The node took the attempt, unless it ended meanwhile; True when it was cancelled, so that
+        the node is to be told more."""
         async with self._database.write() as connection:
             changed = await connection.execute(
                 update(tables.attempts)
@@ -366,6 +361,13 @@ class Store:
                     .where(tables.nodes.c.node_id == row.node_id, tables.nodes.c.refusals > 0)
                     .values(refusals=0, aside_until=0.0)
                 )
+            cancelling: bool | None = await connection.scalar(
+                select(tables.sessions.c.cancelling).where(
+                    tables.sessions.c.attempt_id == attempt_id,
+                    tables.sessions.c.status == SessionState.PLACED,
+                )
+            )
+            return bool(cancelling)
 
     async def refused(self, attempt_id: str, failure: Failure, now: float) -> None:
         """The node takes no sessions now: it is set aside, and the session waits again.
@@ -376,17 +378,25 @@ class Store:
             row = await _end_attempt(connection, attempt_id, AttemptState.REFUSED, failure, now)
             if row is None:
                 return
+            created_at = await connection.scalar(
+                select(tables.attempts.c.created_at).where(tables.attempts.c.attempt_id == attempt_id)
+            )
+            # A node that registered anew since is not what refused.
+            same = and_(
+                tables.nodes.c.node_id == row.node_id, tables.nodes.c.registered_at <= created_at
+            )
             refusals = await connection.scalar(
                 update(tables.nodes)
-                .where(tables.nodes.c.node_id == row.node_id)
+                .where(same)
                 .values(refusals=tables.nodes.c.refusals + 1)
                 .returning(tables.nodes.c.refusals)
             )
-            await connection.execute(
-                update(tables.nodes)
-                .where(tables.nodes.c.node_id == row.node_id)
-                .values(aside_until=now + nodes.aside_seconds(refusals or 1))
-            )
+            if refusals is not None:
+                await connection.execute(
+                    update(tables.nodes)
+                    .where(same)
+                    .values(aside_until=now + nodes.aside_seconds(refusals))
+                )
             if row.cancelling:
                 await _end_session(connection, row, _ended_by_us(CANCELLED, now), now)
             else:
@@ -507,34 +517,26 @@ class Store:
 
     # Callbacks
 
-    async def due_callbacks(
-        self, now: float, *, busy: Collection[str], limit: int
-    ) -> list[Callback]:
-        """The deliveries to try now, but for those that are being tried (`busy`)."""
+    async def pending_callbacks(self, *, busy: Collection[str], limit: int) -> list[Callback]:
+        """The next deliveries, due or not, but for those that are being tried (`busy`)."""
         columns = tables.outbox.c
         async with self._database.read() as connection:
             rows = await connection.execute(
-                select(columns.callback_id, columns.run, columns.url, columns.tries, columns.created_at)
+                select(
+                    columns.callback_id,
+                    columns.run,
+                    columns.url,
+                    columns.tries,
+                    columns.next_at,
+                    columns.created_at,
+                )
                 .where(
-                    columns.status == CallbackState.PENDING,
-                    columns.next_at <= now,
-                    columns.callback_id.not_in(busy),
+                    columns.status == CallbackState.PENDING, columns.callback_id.not_in(busy)
                 )
                 .order_by(columns.next_at)
                 .limit(limit)
             )
             return [Callback(**row._mapping) for row in rows]
-
-    async def next_callback_at(self, *, busy: Collection[str]) -> float | None:
-        """Wall clock of the next delivery; None when nothing else is pending."""
-        async with self._database.read() as connection:
-            at: float | None = await connection.scalar(
-                select(func.min(tables.outbox.c.next_at)).where(
-                    tables.outbox.c.status == CallbackState.PENDING,
-                    tables.outbox.c.callback_id.not_in(busy),
-                )
-            )
-            return at
 
     async def callback_delivered(self, callback_id: str, now: float) -> None:
         await self._callback(
@@ -631,18 +633,15 @@ async def _sessions(connection: AsyncConnection, run: int) -> list[Session]:
     ]
 
 
-async def _nodes(connection: AsyncConnection) -> dict[str, nodes.Node]:
+async def _nodes(
+    connection: AsyncConnection, attempts: Iterable[nodes.LiveAttempt] | None = None
+) -> dict[str, nodes.Node]:
+    """All nodes; `attempts` are all live ones, where they were read already."""
     live: Counter[str] = Counter()
     dispatching: Counter[str] = Counter()
-    attempts = tables.attempts.c
-    for row in await connection.execute(
-        select(attempts.node_id, attempts.status, func.count().label("count"))
-        .where(attempts.ended_at.is_(None))
-        .group_by(attempts.node_id, attempts.status)
-    ):
-        live[row.node_id] += row._mapping["count"]
-        if row.status == AttemptState.DISPATCHING:
-            dispatching[row.node_id] += row._mapping["count"]
+    for attempt in await _live_attempts(connection) if attempts is None else attempts:
+        live[attempt.node_id] += 1
+        dispatching[attempt.node_id] += attempt.dispatching
     rows = await connection.execute(select(tables.nodes).order_by(tables.nodes.c.node_id))
     return {
         row.node_id: nodes.Node(
@@ -762,6 +761,7 @@ async def _live_attempts(connection: AsyncConnection) -> list[nodes.LiveAttempt]
             columns.node_id,
             columns.created_at,
             columns.cancel_told_at,
+            (columns.status == AttemptState.DISPATCHING).label("dispatching"),
         ).where(columns.ended_at.is_(None))
     )
     return [nodes.LiveAttempt(**row._mapping) for row in rows]

@@ -54,6 +54,16 @@ class Outgoing(msgspec.Struct, kw_only=True, frozen=True):
     """The TaskRequest."""
 
 
+class Plan(msgspec.Struct, kw_only=True, frozen=True):
+    """What a step of the scheduler decided."""
+
+    outgoing: list[Outgoing]
+    given_up: int
+    """How many attempts were ended because they will not be heard of again."""
+    due_at: float | None
+    """Wall clock at which something changes although nobody says a word."""
+
+
 class Callback(msgspec.Struct, kw_only=True, frozen=True):
     """A TaskResult that its trainer has not acknowledged."""
 
@@ -61,6 +71,7 @@ class Callback(msgspec.Struct, kw_only=True, frozen=True):
     run: int
     url: str
     tries: int
+    next_at: float
     created_at: float
 
 

@@ -34,7 +34,12 @@ def node(**fields: object) -> Node:
 
 def attempt(**fields: object) -> LiveAttempt:
     base = LiveAttempt(
-        attempt_id="att-1", session_id="s", node_id="a", created_at=110.0, cancel_told_at=None
+        attempt_id="att-1",
+        session_id="s",
+        node_id="a",
+        created_at=110.0,
+        cancel_told_at=None,
+        dispatching=False,
     )
     return replace(base, **fields)
 
