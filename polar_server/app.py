@@ -105,7 +105,9 @@ def _open_results(root: Path) -> ResultStore:
 
 @asynccontextmanager
 async def _http_client() -> AsyncIterator[aiohttp.ClientSession]:
-    client = aiohttp.ClientSession(trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
+    # Nodes' places and the outbox bound what is open at once; a mute node must not hold up others.
+    connector = aiohttp.TCPConnector(limit=0)
+    client = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
     try:
         yield client
     finally:

@@ -66,6 +66,9 @@ class Store:
     ) -> TaskState:
         """Record a task and its sessions, unless it is recorded already; returns its state.
 
+        A finished id starts a new run, which replaces the record, unless the finished one came with
+        the same idempotency key.
+
         Raises RefusalError: 409 while another task of that id is live, 422 for an idempotency key
         that came with another body.
         """
