@@ -70,9 +70,10 @@ class Client:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._writing = anyio.Lock(fast_acquire=True)
+        self._starting = anyio.Lock(fast_acquire=True)
         self.gone = False
         self.started = False
+        self._ending = False
         self.last_write = 0.0
 
     async def body(self, limit: int) -> bytes:
@@ -111,19 +112,21 @@ class Client:
     async def write(self, data: bytes) -> None:
         """Send a piece of a streamed answer, headers first."""
         self.last_write = time.monotonic()
-        if self.gone:
+        if self.gone or self._ending:
             return
-        async with self._writing:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _SSE})
-            if data:
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self.started:
+            async with self._starting:
+                if not self.started:
+                    start = {"type": "http.response.start", "status": 200, "headers": _SSE}
+                    await self._send(start)
+                    self.started = True
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> bool:
         """End a streamed answer; False when the harness was gone before the last piece."""
-        async with self._writing:
-            return await self._finish()
+        self._ending = True
+        return await self._finish()
 
     async def _finish(self) -> bool:
         if not self.gone:
@@ -365,7 +368,9 @@ class Proxy:
             with in_flight(call.session, group.cancel_scope):
                 group.start_soon(self._outlive, call.client, group.cancel_scope)
                 try:
-                    reply = await self._engine.complete(call.request, call.record.completion_id)
+                    reply = await self._engine.complete(
+                        call.request, call.record.completion_id, call.record.after
+                    )
                     call.keep(reply)
                 except (EngineError, CaptureError) as error:
                     refusal = call.failed(error)
@@ -387,7 +392,9 @@ class Proxy:
                 group.start_soon(self._outlive, call.client, group.cancel_scope)
                 group.start_soon(self._show_life, call)
                 try:
-                    stream = await self._engine.stream(call.request, call.record.completion_id)
+                    stream = await self._engine.stream(
+                        call.request, call.record.completion_id, call.record.after
+                    )
                     await self._forward(call, stream)
                 except (EngineError, CaptureError) as error:
                     refusal = call.failed(error)

@@ -204,6 +204,12 @@ class OpenCall:
         """False once it was closed, failed, or cut by the session's seal."""
         return self.completion_id in self._capture._ledger.open
 
+    @property
+    def after(self) -> str | None:
+        """The earlier completion that this call probably continues."""
+        parent = self._place.parent
+        return None if parent is None else parent.completion_id
+
     def append(self, ids: Ids, logprobs: Floats) -> None:
         """Journal what was sampled since the last append; durable when this returns."""
         if ids:

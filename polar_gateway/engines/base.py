@@ -110,10 +110,20 @@ class Engine(Protocol):
 
     async def probe(self) -> EngineProbe: ...
 
-    async def complete(self, request: ModelRequest, request_id: str) -> EngineReply: ...
+    async def complete(
+        self, request: ModelRequest, request_id: str, after: str | None = None
+    ) -> EngineReply:
+        """Ask for a whole answer.
 
-    async def stream(self, request: ModelRequest, request_id: str) -> EngineStream:
-        """Returns once the generation's first event is there, so that everything that fails before
+        `request_id` is the completion's; `after` is that of an earlier one whose prompt and answer
+        this prompt probably extends, which may save work and changes nothing.
+        """
+        ...
+
+    async def stream(
+        self, request: ModelRequest, request_id: str, after: str | None = None
+    ) -> EngineStream:
+        """Ask for a streamed answer, as `complete`. Returns once the generation's first event is there, so that everything that fails before
         can still be tried again or answered with a status."""
         ...
 

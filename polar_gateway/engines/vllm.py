@@ -30,6 +30,7 @@ from polar_gateway.dialects.turn import (
     Usage,
 )
 from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
+from polar_gateway.engines.id_cache import IdCache
 
 BACKOFF = (0.1, 0.5)
 """Seconds between tries; after the last one the error is the harness's to hear."""
@@ -39,26 +40,30 @@ MISSING_LOGPROB = -9999.0
 _T = TypeVar("_T")
 
 
-class _Logprob(msgspec.Struct):
+# What is decoded holds no cycles; hidden from the garbage collector, hundreds of entries a call
+# do not make it run.
+
+
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
 
 
-class _Function(msgspec.Struct):
+class _Function(msgspec.Struct, gc=False):
     name: str | None = None
     arguments: str | None = None
 
 
-class _ToolCall(msgspec.Struct):
+class _ToolCall(msgspec.Struct, gc=False):
     index: int = 0
     id: str | None = None
     function: _Function = msgspec.field(default_factory=_Function)
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     """A whole message or a delta; the two have the same fields."""
 
     content: str | None = None
@@ -67,7 +72,7 @@ class _Message(msgspec.Struct):
     tool_calls: list[_ToolCall] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     message: _Message = msgspec.field(default_factory=_Message)
     delta: _Message = msgspec.field(default_factory=_Message)
     logprobs: _Logprobs | None = None
@@ -76,15 +81,15 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _PromptDetails(msgspec.Struct):
+class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _CompletionDetails(msgspec.Struct):
+class _CompletionDetails(msgspec.Struct, gc=False):
     reasoning_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -97,7 +102,7 @@ class _Answer(msgspec.Struct):
     model: str = ""
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
     error: msgspec.Raw = msgspec.Raw()
 
 
@@ -152,22 +157,27 @@ class Vllm:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._client: aiohttp.ClientSession | None = None
+        self._cache = IdCache()
 
-    async def complete(self, request: ModelRequest, request_id: str) -> EngineReply:
+    async def complete(
+        self, request: ModelRequest, request_id: str, after: str | None = None
+    ) -> EngineReply:
         body = await self._body(request, stream=False)
 
         async def once() -> EngineReply:
             answer = await self._post("/v1/chat/completions", body, _answers, request_id)
-            return read_answer(answer)
+            return read_answer(answer, PromptReader(self._cache, request_id, after))
 
         return await self._try(once)
 
-    async def stream(self, request: ModelRequest, request_id: str) -> "VllmStream":
+    async def stream(
+        self, request: ModelRequest, request_id: str, after: str | None = None
+    ) -> "VllmStream":
         body = await self._body(request, stream=True)
 
         async def once() -> VllmStream:
             response = await self._open("/v1/chat/completions", body, request_id)
-            stream = VllmStream(response)
+            stream = VllmStream(response, PromptReader(self._cache, request_id, after))
             try:
                 await stream.begin()
             except BaseException:
@@ -336,11 +346,11 @@ class Vllm:
 class VllmStream:
     """One streamed generation; see `EngineStream`."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, prompt: "PromptReader") -> None:
         self._response = response
         self._rest = b""
         self._first: list[TurnEvent] = []
-        self._assembly = Assembly()
+        self._assembly = Assembly(prompt)
         self._ended = False
 
     async def begin(self) -> None:
@@ -382,7 +392,7 @@ class VllmStream:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._assembly.prompt_ids or ())
+        return len(self._assembly.prompt.ids or ())
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         return self._assembly.unseen()
@@ -405,11 +415,37 @@ def common_suffix(a: list[int], b: list[int]) -> list[int]:
     return a[len(a) - length :]
 
 
+class PromptReader:
+    """The prompt's ids of one call, as the engine says them once in its answer."""
+
+    def __init__(self, cache: IdCache, completion_id: str, after: str | None) -> None:
+        self.ids: Ids | None = None
+        self._text = b""
+        self._cache = cache
+        self._completion_id = completion_id
+        self._after = after
+
+    def read(self, raw: msgspec.Raw) -> None:
+        """`raw` is empty or null where the engine does not say them."""
+        text = bytes(raw)
+        if text and text != b"null":
+            try:
+                self.ids = self._cache.decode(text, self._after)
+            except msgspec.DecodeError as error:
+                raise _unreadable(error, text) from error
+            self._text = text
+
+    def remember(self, sampled: Ids) -> None:
+        """Let the next turn's prompt be read as what it adds to this one and its answer."""
+        if self.ids is not None:
+            self._cache.remember(self._completion_id, self._text, self.ids, sampled)
+
+
 class Assembly:
     """What the chunks of a stream add up to, and the turn events that each of them means."""
 
-    def __init__(self) -> None:
-        self.prompt_ids: list[int] | None = None
+    def __init__(self, prompt: PromptReader) -> None:
+        self.prompt = prompt
         self._ids: Ids = array("i")
         self._has_ids = False
         self._logprobs: list[float | None] = []
@@ -426,8 +462,8 @@ class Assembly:
     def add(self, chunk: _Answer) -> list[TurnEvent]:
         if chunk.error:
             raise error_of(None, b'{"error":' + bytes(chunk.error) + b"}")
-        if chunk.prompt_token_ids is not None:
-            self.prompt_ids = chunk.prompt_token_ids
+        if chunk.prompt_token_ids:
+            self.prompt.read(chunk.prompt_token_ids)
         if chunk.model:
             self._model = chunk.model
         if chunk.usage is not None:
@@ -470,8 +506,9 @@ class Assembly:
         """What there is so far; all of it once `finish` was called."""
         self._end_block([])
         tokens = checked_tokens(
-            self.prompt_ids, self._ids if self._has_ids else None, self._logprobs, self._usage
+            self.prompt.ids, self._ids if self._has_ids else None, self._logprobs, self._usage
         )
+        self.prompt.remember(tokens.sampled_ids)
         return EngineReply(
             prompt_ids=tokens.prompt_ids,
             sampled_ids=tokens.sampled_ids,
@@ -556,7 +593,7 @@ def as_rendered(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def read_answer(answer: _Answer) -> EngineReply:
+def read_answer(answer: _Answer, prompt: PromptReader) -> EngineReply:
     """A whole answer as a reply. Raises EngineError when it is not a turn."""
     if answer.error:
         raise error_of(None, b'{"error":' + bytes(answer.error) + b"}")
@@ -568,12 +605,14 @@ def read_answer(answer: _Answer) -> EngineReply:
     if choice.finish_reason is None:
         raise _broke_off("the answer has no finish reason")
     entries = choice.logprobs.content if choice.logprobs is not None else None
+    prompt.read(answer.prompt_token_ids)
     tokens = checked_tokens(
-        answer.prompt_token_ids,
+        prompt.ids,
         choice.token_ids,
         [entry.logprob for entry in entries or ()],
         answer.usage,
     )
+    prompt.remember(tokens.sampled_ids)
     return EngineReply(
         prompt_ids=tokens.prompt_ids,
         sampled_ids=tokens.sampled_ids,
@@ -614,7 +653,7 @@ class Tokens(NamedTuple):
 
 
 def checked_tokens(
-    prompt_ids: list[int] | None,
+    prompt_ids: Ids | None,
     sampled_ids: list[int] | Ids | None,
     logprobs: list[float | None],
     usage: _Usage | None,
@@ -627,7 +666,7 @@ def checked_tokens(
         findings.append("ids_missing")
     elif usage is not None and len(sampled_ids) != usage.completion_tokens:
         findings.append("ids_usage_mismatch")
-    prompt = array("i", prompt_ids or ())
+    prompt = array("i") if prompt_ids is None else prompt_ids
     sampled = array("i", sampled_ids or ())
     values: Floats | None = None
     if sampled and not logprobs:
@@ -725,9 +764,10 @@ def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        kind = ErrorKind(
-            status=500, code="internal", message=f"the engine's answer cannot be read: {error}"
-        )
-        raise _Failed(
-            kind, infra=True, detail=data[:2048].decode("utf-8", "replace"), again=True
-        ) from error
+        raise _unreadable(error, data) from error
+
+
+def _unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:
+    said = f"the engine's answer cannot be read: {error}"
+    kind = ErrorKind(status=500, code="internal", message=said)
+    return _Failed(kind, infra=True, detail=data[:2048].decode("utf-8", "replace"), again=True)
