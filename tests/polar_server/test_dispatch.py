@@ -2,9 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from polar_server import dispatch
 from polar_server.dispatch import Answer, judge
 from tests.polar_server.world import (
     NodeThatFindsItUnfit,
+    NodeThatIsSlowToCancel,
     NodeThatNeverAnswers,
     NodeThatRefuses,
     NodeThatTimesOutOnce,
@@ -44,12 +46,12 @@ async def test_a_node_that_refuses_is_set_aside_and_the_session_goes_elsewhere(t
         node(server, "works") as working,
     ):
         await server.submit(task())
-        (dispatch,) = await working.has(1)
+        (taken,) = await working.has(1)
         assert refusing.calls == 1
         await server.submit(task("another"))
         await working.has(2)
         assert refusing.calls == 1
-        await server.report(result(dispatch))
+        await server.report(result(taken))
         assert (await server.ended())["sessions"][0]["node_id"] == "works"
 
 
@@ -130,3 +132,17 @@ async def test_cancelling_while_a_node_refuses_ends_the_session(tmp_path: Path):
         await server.http.delete("/rollout/task/fix-it")
         status = await server.ended()
         assert status["sessions"][0]["failure"]["boundary"] == "cancelled"
+
+
+async def test_a_cancellation_is_repeated_until_the_node_hears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dispatch, "CANCEL_RETRY_SECONDS", 0.01)
+    async with polar(tmp_path) as server, node(server, kind=NodeThatIsSlowToCancel) as slow:
+        await server.submit(task())
+        (taken,) = await slow.has(1)
+        await server.http.delete("/rollout/task/fix-it")
+        await until(lambda: len(slow.cancelled) == 2)
+        await server.report(result(taken, status="ERROR", error="session cancelled"))
+        assert (await server.ended())["status"] == "cancelled"
+        assert slow.cancelled == [taken.session_id] * 2

@@ -231,6 +231,15 @@ class NodeThatForgot(FakeNode):
         return JSONResponse({"detail": "no such session here"}, status_code=404)
 
 
+class NodeThatIsSlowToCancel(FakeNode):
+    """Breaks when it is told to cancel for the first time."""
+
+    async def answer_cancel(self, session_id: str) -> Response:
+        if len(self.cancelled) == 1:
+            return JSONResponse({"detail": "try again"}, status_code=500)
+        return await super().answer_cancel(session_id)
+
+
 @asynccontextmanager
 async def node(
     server: Polar,
