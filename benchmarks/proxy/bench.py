@@ -39,7 +39,7 @@ class Case(NamedTuple):
         return self.sessions * TURNS[self.size.name]
 
 
-SESSIONS = {"small/plain": 80, "small/stream": 8, "large/plain": 40, "large/stream": 8}
+SESSIONS = {"small/plain": 160, "small/stream": 8, "large/plain": 80, "large/stream": 8}
 CASES = [
     Case(dialect, size, mode, SESSIONS[f"{size.name}/{mode}"])
     for dialect in PATHS
