@@ -38,9 +38,14 @@ async def serve(app: Any, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIte
     )
     server = _Server(config)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(server.serve, [listener])
+        tasks.start_soon(_run, server, listener)
         await server.listening.wait()
         try:
             yield f"http://{host}:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
+
+
+async def _run(server: _Server, listener: socket.socket) -> None:
+    with anyio.CancelScope(shield=True):  # it ends by `should_exit`, and so closes what it opened
+        await server.serve([listener])
