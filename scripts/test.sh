@@ -49,7 +49,9 @@ part() {
     status=${PIPESTATUS[0]}
     ((status == 124 || status == 137)) && echo "$name ran past its $minutes minutes" | tee -a "$log"
     ((status == 0)) || failed=1
-    report+=("$name: $SECONDS s, exit status $status: $(grep -E '^(=+ )?[0-9]+ (passed|failed|skipped|error|deselected).* in ' "$log" | tail -1)")
+    report+=("$name: $SECONDS s, exit status $status")
+    # pytest's own words: what failed, and the line that counts.
+    mapfile -t -O "${#report[@]}" report < <(grep -E '^(FAILED|ERROR) |^(=+ )?[0-9]+ [a-z]+.* in [0-9.]+s' "$log")
 }
 
 part unit 8 -n 2 -m "not docker and not clis and not vllm"
