@@ -25,6 +25,7 @@ from polar_gateway.protocol import GatewayNodeInfo, SessionResult
 from polar_server.protocol import Problem, TaskRequest, TaskStatus, TaskSubmitted
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 FIRST_POLL_SECONDS = 0.2
 LONGEST_POLL_SECONDS = 5.0
 
@@ -79,7 +80,6 @@ class RolloutClient:
         token: str | None = None,
         token_file: Path | None = None,
         timeout: float = 30.0,
-        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = (url or os.environ.get("POLAR_URL") or DEFAULT_URL).rstrip("/")
         secret = token or find_token(token_file)
@@ -87,7 +87,8 @@ class RolloutClient:
             base_url=self.url,
             headers={"authorization": f"Bearer {secret}"} if secret else {},
             timeout=httpx2.Timeout(timeout),
-            transport=transport,
+            # A proxy of the environment cannot reach this host's own loopback.
+            trust_env=httpx2.URL(self.url).host not in LOOPBACK,
         )
 
     async def __aenter__(self) -> "RolloutClient":

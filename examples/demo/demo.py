@@ -217,7 +217,7 @@ async def _engine(engine: str, folder: Path) -> AsyncIterator[str]:
 
 async def _healthy(url: str, process: anyio.abc.Process, log: Path, seconds: float = 180.0) -> None:
     with anyio.move_on_after(seconds):
-        async with httpx2.AsyncClient(base_url=url) as http:
+        async with httpx2.AsyncClient(base_url=url, trust_env=False) as http:
             while process.returncode is None:
                 try:
                     if (await http.get("/health")).is_success:
@@ -233,9 +233,12 @@ async def _polar(engine_url: str, folder: Path) -> AsyncIterator[Ready]:
     """A running `polar up` on that engine."""
     command = [str(BIN / "polar"), "up", "--json", "--port", "0", "--data-dir", str(folder)]
     command += ["--engine-url", engine_url, "--allow-unisolated", "--run-workers", "2"]
+    # A deployment that is configured for this shell is not the demo's.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("POLAR_")}
+    kept |= {name: os.environ[name] for name in ("POLAR_CACHE", "POLAR_DEBUG") if name in os.environ}
     log = folder / "polar.log"
     with log.open("wb") as log_file:
-        async with _process(command, stdout=subprocess.PIPE, stderr=log_file) as process:
+        async with _process(command, stdout=subprocess.PIPE, stderr=log_file, env=kept) as process:
             assert process.stdout is not None
             said = b""
             while not said.endswith(b"\n"):

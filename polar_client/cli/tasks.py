@@ -219,5 +219,7 @@ def _print_ended(task: "TaskStatus", label: str) -> None:
     for name, row in rows:
         if row.error:
             click.echo(f"{name}: {row.error}", err=True)
+    if task.result_paths:
+        click.echo("\nresults, on the server:")
     for path in task.result_paths:
-        click.echo(path)
+        click.echo(f"  {path}")

@@ -151,3 +151,11 @@ def test_results_are_decoded_when_they_are_wanted() -> None:
         session_id="s", task_id="t", status="COMPLETED", verdict=Verdict(reward="graded", tokens="all")
     )
     assert session_results([msgspec.Raw(msgspec.json.encode(result))]) == [result]
+
+
+async def test_a_proxy_of_the_environment_is_not_asked_for_the_loopback(
+    server: ServerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with RolloutClient(server.url, token_file=server.token_file) as client:
+        assert await client.nodes() == []
