@@ -345,7 +345,7 @@ class DockerRuntime(Runtime):
                 return output.result(await self._exit_code(run, output))
         except BaseException as error:
             await self._kill_exec(marker)
-            if isinstance(error, aiodocker.DockerError) and error.status in (404, 409):
+            if isinstance(error, aiodocker.DockerError) and not self._lives():
                 raise self._gone() from error
             raise
         await self._kill_exec(marker)
