@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,18 @@ class Node:
     """The live state of a gateway node; built by `open_node`."""
 
     def __init__(
-        self, parts: NodeParts, sessions: Sessions, data_dir: Path, tasks: anyio.abc.TaskGroup
+        self,
+        parts: NodeParts,
+        sessions: Sessions,
+        undelivered: Mapping[str, str],
+        data_dir: Path,
+        tasks: anyio.abc.TaskGroup,
     ) -> None:
         self.parts = parts
         self.closing = False
         self._changed = anyio.Event()
         self._sessions = sessions
+        self._undelivered = undelivered
         self._attempts_dir = data_dir / "attempts"
         self._attempts_dir.mkdir(parents=True, exist_ok=True)
         self._tasks = tasks
@@ -262,6 +268,10 @@ class Node:
                     completion_count=run.session.capture.completion_count,
                 )
                 for run in self._runs.values()
+            ]
+            + [
+                SessionProgress(session_id=session_id, attempt_id=attempt_id, stage="delivering")
+                for attempt_id, session_id in self._undelivered.items()
             ],
         )
 
@@ -428,7 +438,7 @@ async def open_node(
                 deliver=outbox.put,
             )
             async with anyio.create_task_group() as tasks:
-                node = Node(parts, sessions, data_dir, tasks)
+                node = Node(parts, sessions, outbox.waiting, data_dir, tasks)
 
                 def report(public_url: str) -> None:
                     loops.start_soon(outbox.deliver, client)

@@ -43,23 +43,34 @@ class Outbox:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._waiting = {
+            path.stem: msgspec.json.decode(path.read_bytes(), type=Envelope).session_id
+            for path in folder.glob("*.json")
+        }
         self._wake = anyio.Event()
         self._delivered = anyio.Event()
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """Attempt id to session id of what is not acknowledged yet. The server must hear of these:
+        an attempt that its node does not name is lost to it."""
+        return self._waiting
 
     async def put(self, dispatch: SessionDispatchRequest, result: SessionResult) -> None:
         """Returns when the result survives a crash of this process and of the machine."""
         if dispatch.callback_url is None:
             return
-        await anyio.to_thread.run_sync(self._write, dispatch, result, dispatch.callback_url)
+        name = dispatch.attempt_id or dispatch.session_id
+        await anyio.to_thread.run_sync(self._write, name, result, dispatch.callback_url)
+        self._waiting[name] = result.session_id
         self._wake.set()
 
-    def _write(self, dispatch: SessionDispatchRequest, result: SessionResult, url: str) -> None:
+    def _write(self, name: str, result: SessionResult, url: str) -> None:
         envelope = Envelope(
             callback_url=url,
             session_id=result.session_id,
             body=msgspec.Raw(msgspec.json.encode(result)),
         )
-        name = dispatch.attempt_id or dispatch.session_id
         part = self._folder / f".{name}.part"
         with part.open("wb") as file:
             file.write(msgspec.json.encode(envelope))
@@ -76,6 +87,7 @@ class Outbox:
             for path in waiting:
                 if await self._deliver(client, path):
                     path.unlink()
+                    self._waiting.pop(path.stem, None)
                     self._delivered.set()
                     self._delivered = anyio.Event()
                     tries.pop(path.name, None)

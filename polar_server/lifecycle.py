@@ -159,6 +159,7 @@ WIRE_STAGES = {
     "postrun_queued": "POST_RUN",
     "building": "BUILDING",
     "evaluating": "EVALUATING",
+    "delivering": "POST_RUN",
 }
 """A live session's public status by the stage that its node names."""
 

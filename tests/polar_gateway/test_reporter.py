@@ -91,6 +91,16 @@ async def test_one_result_that_is_refused_does_not_hold_up_the_others(tmp_path: 
     assert [path.name for path in tmp_path.glob("*.json")] == ["att-0.json"]
 
 
+async def test_what_is_not_acknowledged_is_named_until_it_is(tmp_path: Path) -> None:
+    server = ServerThatAnswers(500)
+    async with serve(server.app) as url:
+        await Outbox(tmp_path).put(dispatch(url), RESULT)
+        after_a_restart = Outbox(tmp_path)
+        assert after_a_restart.waiting == {"att-1": "s1"}
+        await deliver_until_empty(after_a_restart)
+        assert after_a_restart.waiting == {}
+
+
 async def test_a_session_without_a_callback_leaves_nothing_behind(tmp_path: Path) -> None:
     alone = dispatch("x")
     alone.callback_url = None
