@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import httpx2
+import msgspec
 
 import builders
 import evaluators
@@ -17,6 +19,7 @@ import harness_adapters
 from builders.records import Completion
 from harness_adapters import npm
 from polar_gateway import recovery, runtimes
+from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import NodeConfig
 from polar_gateway.engines import open_engine
@@ -110,13 +113,23 @@ class Node:
         if self.closing:
             raise DispatchRefusedError(503, f"node {self.parts.node_id} is shutting down")
         self._check(dispatch)
-        recovery.accept(folder, dispatch)
+        try:
+            recovery.accept(folder, dispatch)
+            capture = self._capture(
+                dispatch.session_id, dispatch.task_id, folder, dispatch.metadata
+            )
+        except (OSError, CaptureError) as error:
+            # Nothing may stay that would make the repeated dispatch look like one that was taken.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise DispatchRefusedError(
+                507, f"node {self.parts.node_id} cannot keep the session's files: {error}"
+            ) from error
         session = Session(
             session_id=dispatch.session_id,
             task_id=dispatch.task_id,
             attempt_id=dispatch.attempt_id,
             key=new_key(),
-            capture=self._capture(dispatch.session_id, dispatch.task_id, folder, dispatch.metadata),
+            capture=capture,
             sampling=dispatch.sampling,
         )
         self._sessions.add(session)
@@ -154,24 +167,40 @@ class Node:
     async def _run(self, run: SessionRun, folder: Path) -> None:
         session = run.session
         try:
-            await run.run()
-            recovery.mark_ended(folder)
-        except Exception as error:
-            # A bug of ours costs its own session and no other, and is reported like any loss.
-            logger.exception("session %s broke its node's own code", session.session_id)
-            session.seal()
-            reason = f"internal error of node {self.parts.node_id}: {type(error).__name__}: {error}"
-            await self.parts.deliver(
-                run.dispatch, recovery.result_of(folder, run.dispatch, self.parts.node_id, reason)
-            )
-            recovery.mark_ended(folder)
+            await self._run_guarded(run, folder)
         finally:
             self._sessions.remove(session)
             del self._runs[session.session_id]
-            self._ended[session.session_id] = self._status(session)
-            while len(self._ended) > ENDED_REMEMBERED:
-                del self._ended[next(iter(self._ended))]
+            self._remember(self._status(session))
             self._change()
+
+    async def _run_guarded(self, run: SessionRun, folder: Path) -> None:
+        """A bug of ours, or a full disk, costs its own session and no other.
+
+        What cannot even be reported stays unmarked, and is reported by the node's next start.
+        """
+        session, node_id = run.session, self.parts.node_id
+        try:
+            await run.run()
+            recovery.mark_ended(folder)
+        except Exception as error:
+            logger.exception("session %s broke its node's own code", session.session_id)
+            session.seal()
+            reason = f"internal error of node {node_id}: {type(error).__name__}: {error}"
+            try:
+                result = recovery.result_of(folder, run.dispatch, node_id, reason)
+                await self.parts.deliver(run.dispatch, result)
+                recovery.mark_ended(folder)
+            except Exception:
+                logger.exception("session %s could not be reported", session.session_id)
+
+    def _remember(self, status: SessionStatusResponse) -> None:
+        """Ended sessions still answer; their traces lie with the server."""
+        if status.result is not None:
+            status.result = msgspec.structs.replace(status.result, trajectory=None)
+        self._ended[status.session_id] = status
+        while len(self._ended) > ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def _change(self) -> None:
         self._changed.set()
@@ -414,8 +443,11 @@ async def open_node(
             await runtime.reap_orphans(config.id)
         for folder, dispatch in recovery.unfinished(data_dir / "attempts"):
             reason = f"node {config.id} was killed while it ran session {dispatch.session_id}"
-            await outbox.put(dispatch, recovery.result_of(folder, dispatch, config.id, reason))
-            recovery.mark_ended(folder)
+            try:
+                await outbox.put(dispatch, recovery.result_of(folder, dispatch, config.id, reason))
+                recovery.mark_ended(folder)
+            except OSError:
+                logger.exception("session %s could not be reported", dispatch.session_id)
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         async with (
             ModelListener(proxy, config.model_host, config.model_port) as listener,

@@ -314,12 +314,19 @@ class SessionRun:
             )
 
     def _failure_of_the_run(self) -> Failure | None:
-        """A failed model call outranks the harness's exit: the harness only saw an HTTP error."""
-        run = self._harness_run
+        """A failed model call outranks the harness's exit: the harness only saw an HTTP error.
+
+        Where the engine failed, a harness that went on and completed has got over it. A request
+        that had to be refused, or a record that could not be kept, fails the session however its
+        harness ended.
+        """
+        run, failed_call = self._harness_run, self.session.engine_failure
+        if failed_call is not None and failed_call.boundary != "engine":
+            return failed_call
         if run is None or (run.end is not None and run.end.outcome == "completed"):
             return None
-        if self.session.engine_failure is not None:
-            return self.session.engine_failure
+        if failed_call is not None:
+            return failed_call
         if run.end is None:
             return None
         return Failure(

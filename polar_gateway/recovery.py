@@ -13,7 +13,7 @@ import msgspec
 from builders.records import CompletionSession
 from polar_gateway import stages
 from polar_gateway.capture.session import read_session
-from polar_gateway.errors import BoundaryError, Failure
+from polar_gateway.errors import BoundaryError, Failure, boundary
 from polar_gateway.protocol import Finding, SessionDispatchRequest, SessionResult
 from polar_gateway.verdicts import verdict
 
@@ -63,7 +63,8 @@ def result_of(
     findings = [Finding(code="cut_off", message=reason)]
     if journal.exists():
         try:
-            completions = read_session(journal)
+            with boundary("capture", f"the journal {journal.name} cannot be read"):
+                completions = read_session(journal)
             trajectory = stages.build(dispatch, completions)
         except BoundaryError as error:
             findings.append(Finding(code="not_rebuilt", level="fatal", message=str(error)))

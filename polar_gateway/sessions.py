@@ -10,6 +10,7 @@ import time
 
 import anyio
 
+from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.errors import Failure
 from polar_gateway.lifecycle import Outcome, Stage, advance, wire_status
@@ -47,8 +48,9 @@ class Session:
         self.deadline_at: float | None = None
         """Wall clock at which the current stage is cut off."""
         self.engine_failure: Failure | None = None
-        """The last model call that failed for the engine's reasons; outranks the harness's exit,
-        because the harness only saw an HTTP error. Cleared by the next call that succeeds."""
+        """Why the last model call failed. Where the engine failed it (boundary "engine"), the next
+        call that succeeds clears it; a request that had to be refused and a record that could not
+        be kept stay, and fail the session."""
         self.calls: set[anyio.CancelScope] = set()
         """The model calls in flight; cancelled by the seal."""
         self.timing = SessionTiming()
@@ -58,11 +60,15 @@ class Session:
         self.stage = advance(self.session_id, self.stage, stage)
 
     def seal(self) -> None:
-        """From now on model calls are refused; those in flight are cancelled."""
+        """From now on model calls are refused, and those in flight end. Never raises: a journal
+        that cannot be written any more is noted as what failed the session."""
         self.sealed = True
         for call in self.calls:
             call.cancel()
-        self.capture.seal()
+        try:
+            self.capture.seal()
+        except CaptureError as error:
+            self.engine_failure = error.failure
 
     @property
     def status(self) -> str:

@@ -328,7 +328,7 @@ def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Traje
     with boundary("builder", f"builder {dispatch.builder.strategy}"):
         builder = builders.make(dispatch.builder)
         trajectory = builder.build(session)
-    violations = check(session, trajectory, builder.options)
+        violations = check(session, trajectory, builder.options)
     if violations:
         raise BoundaryError(
             "builder",

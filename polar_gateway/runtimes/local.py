@@ -179,14 +179,16 @@ class LocalRuntime(Runtime):
         ours.setblocking(False)
         arguments = [sys.executable, "-I", "-S", supervise.__file__, str(theirs.fileno())]
         try:
-            process = await anyio.open_process(
-                [*arguments, self._shell, "-c", command],
-                stdin=subprocess.PIPE if reads else subprocess.DEVNULL,
-                cwd=cwd,
-                env=env,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
+            # A start that is cancelled half-way would leave its pipes open.
+            with anyio.CancelScope(shield=True):
+                process = await anyio.open_process(
+                    [*arguments, self._shell, "-c", command],
+                    stdin=subprocess.PIPE if reads else subprocess.DEVNULL,
+                    cwd=cwd,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                )
         except OSError as error:
             ours.close()
             raise RuntimeError(f"the command could not be started in {cwd}: {error}") from error

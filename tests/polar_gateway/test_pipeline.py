@@ -1,13 +1,23 @@
 """Sessions from dispatch to result, with real processes and a scripted engine."""
 
+import os
+import sys
 from pathlib import Path
 
 import anyio
 import pytest
 
+from polar_gateway import recovery
 from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Fault, ScriptedEngine
-from tests.polar_gateway.gateway import THREE_TURNS, Gateway, call, gateway, script
+from tests.polar_gateway.gateway import (
+    MINI_AGENT,
+    THREE_TURNS,
+    Gateway,
+    call,
+    gateway,
+    script,
+)
 
 
 def codes(result: SessionResult) -> set[str]:
@@ -239,6 +249,93 @@ async def test_the_key_of_a_session_is_in_nothing_that_is_reported(tmp_path: Pat
     assert b"sk-polar-" not in b"".join(node.raw)
     assert result.failure is not None
     assert "[session key]" in result.failure.detail
+
+
+async def test_a_request_that_had_to_be_refused_fails_the_session_however_its_harness_ends(
+    tmp_path: Path,
+) -> None:
+    asking = (
+        "curl -s -o /dev/null $ANTHROPIC_BASE_URL/v1/messages -H x-api-key:$ANTHROPIC_API_KEY "
+        """-d '{"model":"m","max_tokens":9,"messages":[{"role":"user","content":[{"type":"document","""
+        """"source":{"type":"base64","media_type":"application/pdf","data":"aGk="}}]}]}'; true"""
+    )
+    asking += f"; {sys.executable} {MINI_AGENT}"
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent={"harness": "shell", "custom_shell": {"command": asking}})
+    assert (result.status, result.reward) == ("ERROR", 0.0)
+    assert result.failure is not None
+    assert "document" in result.failure.message
+
+
+async def test_a_journal_that_cannot_be_written_fails_its_session_and_no_other(
+    tmp_path: Path,
+) -> None:
+    slow = script("Then." + call("sleep 2"), "Done.")
+    async with gateway(tmp_path, slow) as node:
+        await node.dispatch("s1")
+        await node.dispatch("s2")
+        await node.until_stage("running", "s1")
+        await node.until(lambda: calls_of(node, 2))
+        fill(tmp_path / "attempts" / "att-s1" / "session.journal")
+        broken, whole = await node.result("s1"), await node.result("s2")
+    assert (broken.status, whole.status) == ("ERROR", "COMPLETED")
+    assert broken.failure is not None
+    assert broken.failure.boundary == "capture"
+
+
+async def test_a_session_whose_journal_is_full_can_still_be_cancelled(tmp_path: Path) -> None:
+    slow = script("Then." + call("sleep 603"), "Never.")
+    async with gateway(tmp_path, slow) as node:
+        await node.dispatch()
+        await node.until_stage("running")
+        await node.until(lambda: calls_of(node, 1))
+        fill(tmp_path / "attempts" / "att-s1" / "session.journal")
+        deleted = await node.http.delete(f"{node.address.control_url}/sessions/s1")
+        result = await node.result()
+    assert deleted.status_code == 200
+    assert result.error == "session cancelled"
+
+
+async def test_a_result_that_cannot_be_kept_costs_no_other_session_and_waits_for_the_next_start(
+    tmp_path: Path,
+) -> None:
+    slow = script("Then." + call("sleep 1"), "Done.")
+    outbox, away = tmp_path / "outbox", tmp_path / "away"
+    async with gateway(tmp_path, slow) as node:
+        await node.dispatch("s1")
+        await node.until(lambda: calls_of(node, 1))
+        outbox.rename(away)
+        outbox.touch()
+        await node.until(lambda: gone(node, "s1"))
+        outbox.unlink()
+        away.rename(outbox)
+        assert (await node.run("s2")).status == "COMPLETED"
+        assert "s1" not in node.results
+    assert [d.session_id for _, d in recovery.unfinished(tmp_path / "attempts")] == ["s1"]
+
+
+async def gone(node: Gateway, session_id: str) -> bool:
+    listing = await node.http.get(f"{node.address.control_url}/sessions")
+    return session_id not in [session["session_id"] for session in listing.json()["sessions"]]
+
+
+async def calls_of(node: Gateway, count: int) -> bool:
+    return (
+        len([c for c in node.engine.calls if len(c.request["messages"]) > 1 and c.finished])
+        >= count
+    )
+
+
+def fill(journal: Path) -> None:
+    """Have every further write to the open journal fail, as on a full disk."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            if descriptor.resolve() == journal.resolve():
+                full = os.open("/dev/full", os.O_WRONLY)
+                os.dup2(full, int(descriptor.name))
+                os.close(full)
+        except OSError:
+            continue
 
 
 async def processes(wanted: str) -> list[str]:

@@ -1,8 +1,15 @@
 import io
 
+import pytest
+
+import builders
+from builders.base import StrategySpec
+from builders.per_request import PerRequest
+from builders.records import CompletionSession, Trace, Trajectory
 from evaluators.base import Evaluation
 from harness_adapters.base import AgentSpec
 from polar_gateway import stages
+from polar_gateway.errors import BoundaryError
 from polar_gateway.protocol import RuntimeSpec, SessionDispatchRequest
 
 WHERE = stages.Paths(
@@ -59,3 +66,20 @@ def test_withholding_lowers_what_is_positive_and_tells_what_was_given() -> None:
 def test_postrun_has_the_budget_of_the_task_or_of_its_evaluator() -> None:
     assert stages.postrun_seconds(dispatch(postrun_timeout_seconds=7.0)) == 7.0
     assert stages.postrun_seconds(dispatch()) == 300.0
+
+
+class BuilderThatReturnsNonsense(PerRequest):
+    name = "nonsense"
+
+    def build(self, session: CompletionSession) -> Trajectory:
+        trace = Trace(prompt_ids=[], response_ids=[1], loss_mask=None)  # type: ignore[arg-type]
+        return Trajectory(traces=[trace], metadata={"reconstruction_stats": {}})
+
+
+def test_a_plug_ins_nonsense_is_a_failure_of_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(builders.BUILDERS, "nonsense", BuilderThatReturnsNonsense)
+    with pytest.raises(BoundaryError) as caught:
+        stages.build(
+            dispatch(builder=StrategySpec(strategy="nonsense")), CompletionSession(session_id="s1")
+        )
+    assert caught.value.failure.boundary == "builder"
