@@ -10,6 +10,7 @@ from builders.records import Completion, CompletionSession, Floats
 DISQUALIFYING = frozenset(
     {
         "ids_missing",
+        "ids_usage_mismatch",
         "prompt_ids_missing",
         "logprobs_missing",
         "logprobs_misaligned",

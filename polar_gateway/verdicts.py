@@ -3,20 +3,10 @@
 from collections import Counter
 from typing import Literal
 
+from builders.eligible import DISQUALIFYING
 from builders.records import CompletionSession, Trajectory
 from polar_gateway.errors import Failure
 from polar_gateway.protocol import Finding, Verdict
-
-FATAL_COMPLETION_FINDINGS = frozenset(
-    {
-        "ids_missing",
-        "prompt_ids_missing",
-        "logprobs_missing",
-        "logprobs_misaligned",
-        "logprobs_invalid",
-    }
-)
-"""A completion with one of these carries no trainable token (the builders leave it out)."""
 
 
 def verdict(
@@ -40,7 +30,7 @@ def verdict(
     findings += [
         Finding(
             code=code,
-            level="fatal" if code in FATAL_COMPLETION_FINDINGS else "warning",
+            level="fatal" if code in DISQUALIFYING else "warning",
             message="completions with this finding",
             count=count,
         )

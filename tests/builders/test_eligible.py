@@ -17,6 +17,7 @@ THREAD = [SYSTEM, {"role": "user", "content": "fix it"}]
         ({"kind": "title"}, "kind_title"),
         ({"delivered": False}, "undelivered"),
         ({"findings": ["logprobs_misaligned"]}, "logprobs_misaligned"),
+        ({"findings": ["ids_usage_mismatch"]}, "ids_usage_mismatch"),
         ({"findings": ["something_odd"]}, None),
         ({"sampled_ids": array("i"), "logprobs": array("f")}, "ids_missing"),
         ({"tail": array("i")}, "prompt_ids_missing"),

@@ -1,6 +1,9 @@
 from array import array
 from typing import Any
 
+import pytest
+
+from builders.eligible import DISQUALIFYING
 from builders.records import Completion, CompletionSession, Trace, Trajectory
 from polar_gateway.errors import Failure
 from polar_gateway.protocol import Finding
@@ -44,13 +47,22 @@ def test_a_session_without_calls_has_nothing_to_train_on() -> None:
     assert "no_completions" in codes(said.findings)
 
 
-def test_a_call_whose_tokens_are_not_true_leaves_only_a_prefix() -> None:
+@pytest.mark.parametrize("finding", sorted(DISQUALIFYING))
+def test_a_call_whose_tokens_are_not_true_leaves_only_a_prefix(finding: str) -> None:
     session = CompletionSession(
-        session_id="s", completions=[completion(), completion(findings=["logprobs_missing"])]
+        session_id="s", completions=[completion(), completion(findings=[finding])]
     )
     said = verdict(session, trajectory(), failure=None, graded=True, notes=[])
     assert said.tokens == "prefix"
-    assert "logprobs_missing" in codes(said.findings)
+    assert finding in codes(said.findings)
+
+
+def test_ids_that_the_engine_itself_counts_otherwise_are_not_true() -> None:
+    session = CompletionSession(
+        session_id="s", completions=[completion(findings=["ids_usage_mismatch"])]
+    )
+    said = verdict(session, Trajectory(), failure=None, graded=True, notes=[])
+    assert [(f.code, f.level) for f in said.findings] == [("ids_usage_mismatch", "fatal")]
 
 
 def test_a_trajectory_without_a_trainable_token_says_so() -> None:
