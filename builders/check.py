@@ -7,6 +7,7 @@ those counts is all that was sampled. E is computed here from the session alone,
 that pass with equal options have trained on the same tokens.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import msgspec
 
 from builders.assemble import span
 from builders.eligible import Options, Split, split
-from builders.junctions import drift
+from builders.identity import echo
+from builders.junctions import closes_once, drift, end_markup
 from builders.records import Completion, CompletionSession, Ids, Span, Trace, Trajectory
 
 
@@ -30,6 +32,7 @@ def check(session: CompletionSession, trajectory: Trajectory, options: Options) 
     if not isinstance(stats, dict):
         return ["metadata.reconstruction_stats is missing"]
     ends = frozenset(stats.get("end_of_turn_ids", ()))
+    markup = end_markup(session, ends)
     wrong: list[str] = []
     if len({completion.completion_id for completion in session.completions}) != len(
         session.completions
@@ -48,7 +51,7 @@ def check(session: CompletionSession, trajectory: Trajectory, options: Options) 
                 wrong.append(f"trace {number}: {name} is trained on more than once")
             trained.add(name)
         wrong += [f"trace {number}: {what}" for what in _tokens(trace, placed)]
-        wrong += [f"trace {number}: {what}" for what in _context(trace, placed, ends)]
+        wrong += [f"trace {number}: {what}" for what in _context(trace, placed, ends, markup)]
         wrong += [f"trace {number}: {what}" for what in _labels(trace, placed)]
     wrong += [
         f"{completion_id} is eligible and in no trace"
@@ -138,7 +141,9 @@ def _masked(mask: list[int], logprobs: list[float], where: str) -> list[str]:
     return wrong
 
 
-def _context(trace: Trace, placed: list[_Run], ends: frozenset[int]) -> list[str]:
+def _context(
+    trace: Trace, placed: list[_Run], ends: frozenset[int], markup: re.Pattern[str]
+) -> list[str]:
     """Every run stands in the context that its completion saw, drift counted."""
     wrong = []
     first = placed[0]
@@ -156,7 +161,10 @@ def _context(trace: Trace, placed: list[_Run], ends: frozenset[int]) -> list[str
             wrong.append(f"the prompt of {name} does not begin with that of the call before it")
         elif cut < 0 or interstitial.tolist() != trace.response_ids[before.end : run.span.start]:
             wrong.append(f"what stands before {name} is not what its prompt ends with")
-        elif body != sampled and not _closed_once(body, sampled, interstitial, ends):
+        elif body != sampled and not (
+            closes_once(echo(run.completion.messages, len(before.completion.messages)), markup)
+            and _closed_once(body, sampled, interstitial, ends)
+        ):
             wrong.append(f"the turn before {name} is not closed by exactly one end of turn")
         else:
             drifted += drift(body, sampled)

@@ -4,6 +4,7 @@ They respell tool arguments, add default ones, drop reasoning and trim white spa
 was echoed is decided here; that the context is the same is for the tokens to say.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -54,6 +55,28 @@ def call_ids(messages: list[dict[str, Any]]) -> list[str]:
     return [call_id for message in messages for call_id, _, _ in _calls(message)]
 
 
+def wording(message: dict[str, Any]) -> str:
+    """Every text in a message that a chat template may write out, a line between one and the next.
+
+    Templates decode arguments, so they are here as sent and as decoded.
+    """
+    decoded = [_arguments(arguments) for _, _, arguments in _calls(message)]
+    return "\n".join(_strings([message, _text(message), decoded]))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, names of fields too, in no particular order."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+
+
 def _text(message: dict[str, Any]) -> Any:
     """The content as one stripped string, or the list of parts where some are not text."""
     content = message.get("content")
@@ -74,12 +97,15 @@ def _calls(message: dict[str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def _arguments(sent: Any) -> Any:
-    """Arguments as a value where the text is JSON, else the text without white space around it."""
+    """Arguments as a value where the text is JSON, else the text without white space around it.
+
+    JSON nested too deep to be decoded counts as text: whoever wrote it must not break the build.
+    """
     if not isinstance(sent, str):
         return sent
     try:
         return msgspec.json.decode(sent)
-    except ValueError:
+    except (ValueError, RecursionError):
         return sent.strip()
 
 

@@ -8,6 +8,7 @@ subagent, a compaction, an edit, a retry, the shorter branch) starts a chain of 
 nothing is dropped.
 """
 
+import re
 from array import array
 from collections import Counter
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +19,14 @@ from builders import assemble
 from builders.assemble import Link
 from builders.eligible import Options, split
 from builders.identity import call_ids, echo, head_key, message_key, same_answer
-from builders.junctions import Junction, Refusal, end_of_turn, junction
+from builders.junctions import (
+    Junction,
+    Refusal,
+    closes_once,
+    end_markup,
+    end_of_turn,
+    junction,
+)
 from builders.records import Completion, CompletionSession, Trajectory
 
 Beginning = Literal["no_predecessor", "prompt_changed", "answer_edited", "branch"] | Refusal
@@ -49,7 +57,7 @@ class PrefixMerging:
     def build(self, session: CompletionSession) -> Trajectory:
         parts = split(session, self.options)
         ends = end_of_turn(self._configured_ends, session.end_of_turn_ids, parts.eligible)
-        history = _History(ends.ids)
+        history = _History(ends.ids, end_markup(session, ends.ids))
         steps = [history.step(number, one) for number, one in enumerate(parts.eligible)]
         chains, begun = _chains(parts.eligible, steps)
         main = max(chains, key=_weight, default=None)
@@ -96,8 +104,9 @@ class _History:
     the key of one more message; the root's parent is the key of the tools.
     """
 
-    def __init__(self, ends: frozenset[int]) -> None:
+    def __init__(self, ends: frozenset[int], markup: re.Pattern[str]) -> None:
         self._ends = ends
+        self._markup = markup
         self._nodes: dict[tuple[int | bytes, bytes], int] = {}
         self._keys: dict[int, bytes] = {}
         self._asked: dict[int, list[tuple[int, Completion]]] = {}
@@ -139,7 +148,8 @@ class _History:
         )
         if not fit.same_answer and not fit.same_tokens:
             return "answer_edited"
-        found = junction(tail, sampled, self._ends)
+        once = fit.same_tokens or closes_once(echoed, self._markup)
+        found = junction(tail, sampled, self._ends, one_end=once)
         return _Step(fit, after, found) if isinstance(found, Junction) else found
 
     def _path(self, completion: Completion, messages: list[dict[str, Any]]) -> list[int]:

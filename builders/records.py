@@ -127,6 +127,8 @@ class CompletionSession(msgspec.Struct, kw_only=True):
     """The task's metadata; group_id, policy_version and rollout_step are echoed on every trace."""
     end_of_turn_ids: list[int] = []
     """The engine's end-of-turn ids, when known."""
+    end_of_turn_texts: list[str] = []
+    """The text of each of `end_of_turn_ids`, in their order; empty when the engine did not say."""
     findings: list[str] = []
     """Session-wide findings of the capture (a call that broke, a journal cut short)."""
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import builders
@@ -13,7 +13,7 @@ from builders.base import StrategySpec
 from builders.check import check
 from builders.eligible import Options
 from builders.records import Trace, Trajectory
-from tests.builders.world import ACTIONS, END, World, play
+from tests.builders.world import ACTIONS, END, END_TEXT, SYSTEM, World, play
 
 Corruption = Callable[[Trajectory, random.Random], bool]
 """Changes the trajectory in place; returns False where it found nothing to change."""
@@ -332,14 +332,16 @@ CORRUPTIONS: list[Corruption] = [
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
 @given(
     seed=st.integers(0, 2**32),
+    spells_ends=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=6),
     strategy=st.sampled_from(sorted(builders.BUILDERS)),
 )
-@settings(deadline=None, max_examples=25)
+# Some corruptions need a merged trace to change, which many sessions do not have.
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 def test_every_corruption_is_reported(
-    corrupt: Corruption, seed: int, actions: list[str], strategy: str
+    corrupt: Corruption, seed: int, spells_ends: bool, actions: list[str], strategy: str
 ) -> None:
-    world = World(seed)
+    world = World(seed, spells_ends=spells_ends)
     play(world, actions)
     session = world.session()
     builder = builders.make(StrategySpec(strategy=strategy))
@@ -359,6 +361,17 @@ def test_a_violation_names_the_trace_and_the_completion() -> None:
     assert check(world.session(), trajectory, Options()) == [
         "trace 0: the ids of msg_0 are not those that were sampled"
     ]
+
+
+def test_a_turn_cut_at_an_end_of_turn_that_it_spelled_is_reported() -> None:
+    world = World(faithful=True)
+    thread = [SYSTEM, {"role": "user", "content": "How does a turn end?"}]
+    answer = {"role": "assistant", "content": f"With {END_TEXT} and a line feed."}
+    world.ask(world.follow(thread, world.ask(thread, answer=answer)))
+    builder = builders.make(StrategySpec(strategy="prefix_merging"))
+    misled = builder.build(world.session(texts=("<another end>",)))
+    violation = "trace 0: the turn before msg_1 is not closed by exactly one end of turn"
+    assert violation in check(world.session(), misled, builder.options)
 
 
 def test_a_trajectory_is_held_to_the_options_of_its_builder() -> None:

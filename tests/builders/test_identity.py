@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from builders.identity import call_ids, echo, head_key, message_key, same_answer
+from builders.identity import call_ids, echo, head_key, message_key, same_answer, wording
 
 
 def answer(content: Any = None, *calls: tuple[str, Any], **fields: Any) -> dict[str, Any]:
@@ -123,6 +123,21 @@ def test_the_echo_is_the_run_of_assistant_messages() -> None:
     assert echo(messages, 1) == [answer("a"), answer("b")]
     assert echo(messages, 3) == []
     assert echo(messages, 5) == []
+
+
+def test_arguments_nested_too_deep_to_decode_are_compared_as_text() -> None:
+    deep = "[" * 100_000
+    message = answer("", ("f", deep + "]" * 100_000))
+    assert same_answer(message, [answer("", ("f", "{}"))])
+    assert message_key(message) != message_key(answer("", ("f", deep)))
+    assert deep in wording(message)
+
+
+def test_the_wording_holds_every_text_and_arguments_decoded() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    message = answer(parts, ("f", '{"\\u003ca": [{"b": "\\u003cc"}, 1]}'), reasoning_content="why")
+    lines = wording(message).splitlines()
+    assert {"onetwo", "why", "f", "<a", "<c"} <= set(lines)
 
 
 def test_call_ids_are_listed_in_order() -> None:

@@ -11,7 +11,7 @@ import builders
 from builders.base import StrategySpec
 from builders.check import check
 from builders.records import Trace, Trajectory
-from tests.builders.world import ACTIONS, World, play
+from tests.builders.world import ACTIONS, END_TEXT, World, decode, play
 
 worlds = st.builds(
     World,
@@ -19,6 +19,7 @@ worlds = st.builds(
     forgets_thinking=st.booleans(),
     drifts=st.booleans(),
     flat=st.booleans(),
+    spells_ends=st.booleans(),
 )
 sessions = st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=14)
 
@@ -75,6 +76,27 @@ def test_a_merged_context_is_the_sampled_one_wherever_no_drift_is_counted(
             assert trace.response_ids[start : start + length] == sample.sampled
             if trace.metadata["context_drift"] == 0:
                 assert trace.prompt_ids + trace.response_ids[:start] == sample.prompt
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    spells_ends=st.booleans(),
+    texts=st.sampled_from([(), (END_TEXT,)]),
+    actions=sessions,
+)
+@settings(deadline=None, max_examples=100)
+def test_a_merged_context_has_the_sampled_ones_text_where_the_harness_echoes_verbatim(
+    seed: int, spells_ends: bool, texts: tuple[str, ...], actions: list[str]
+) -> None:
+    world = World(seed, faithful=True, spells_ends=spells_ends, repeats_itself=False)
+    play(world, actions)
+    truth = {sample.completion_id: sample for sample in world.samples}
+    session = world.session(texts=texts)
+    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(session)
+    for trace in trajectory.traces:
+        for completion_id, start, _ in spans(trace):
+            context = trace.prompt_ids + trace.response_ids[:start]
+            assert decode(context) == decode(truth[completion_id].prompt)
 
 
 @given(world=worlds, actions=sessions)

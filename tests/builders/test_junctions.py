@@ -1,10 +1,18 @@
 from array import array
+from typing import Any
 
 import pytest
 
-from builders.junctions import Junction, drift, end_of_turn, junction
-from builders.records import Ids
-from tests.builders.world import END, SYSTEM, World
+from builders.junctions import (
+    Junction,
+    closes_once,
+    drift,
+    end_markup,
+    end_of_turn,
+    junction,
+)
+from builders.records import CompletionSession, Ids
+from tests.builders.world import END, SYSTEM, Message, World
 
 THREAD = [SYSTEM, {"role": "user", "content": "fix it"}]
 E1, E2 = 2, 3
@@ -44,7 +52,8 @@ def ids(*values: int) -> Ids:
 def test_the_interstitial_is_what_follows_the_turn(
     tail: Ids, sampled: Ids, interstitial: Ids, drifted: int
 ) -> None:
-    assert junction(tail, sampled, frozenset({E1, E2})) == Junction(interstitial, drifted)
+    ends = frozenset({E1, E2})
+    assert junction(tail, sampled, ends, one_end=True) == Junction(interstitial, drifted)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +67,123 @@ def test_the_interstitial_is_what_follows_the_turn(
 def test_a_turn_whose_end_cannot_be_known_is_not_merged(
     tail: Ids, sampled: Ids, refusal: str
 ) -> None:
-    assert junction(tail, sampled, frozenset({E1})) == refusal
+    assert junction(tail, sampled, frozenset({E1}), one_end=True) == refusal
+
+
+def test_a_turn_that_may_be_rendered_with_several_ends_merges_only_as_it_was_sampled() -> None:
+    ends, sampled = frozenset({E1}), ids(10, 11, 12, E1)
+    respelt, verbatim = ids(10, E1, 12, E1, 50), ids(10, 11, 12, E1, 50)
+    assert junction(respelt, sampled, ends, one_end=False) == "inner_end_of_turn"
+    assert junction(verbatim, sampled, ends, one_end=False) == Junction(ids(50), 0)
 
 
 def test_a_turn_rendered_as_sampled_needs_no_end_of_turn_id() -> None:
-    assert junction(ids(10, 11, 50), ids(10, 11), frozenset()) == Junction(ids(50), 0)
+    rest = Junction(ids(50), 0)
+    assert junction(ids(10, 11, 50), ids(10, 11), frozenset(), one_end=True) == rest
+
+
+def calling(arguments: str) -> Message:
+    function = {"name": "write", "arguments": arguments}
+    return said("", tool_calls=[{"id": "a", "type": "function", "function": function}])
+
+
+def said(content: Any, **fields: Any) -> Message:
+    return {"role": "assistant", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        [said("ends with <|im_end|>, mostly")],
+        [said([{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}])],
+        [said([{"type": "image", "alt": "<|im_end|>"}])],
+        [said("", reasoning_content="so <|im_end|> it is")],
+        [calling('{"content": ["a<|im_end|>b"]}')],
+        [calling('{"content": "a\\u003c|im_end|\\u003eb"}')],
+        [calling('{"<|im_end|>": 1}')],
+        [calling('{"content": "a<|im_end|>b')],
+        [said("one half"), said("the other half")],
+        [],
+    ],
+    ids=[
+        "content",
+        "across the parts of content",
+        "a part that is not text",
+        "reasoning",
+        "arguments",
+        "escaped in arguments",
+        "the name of an argument",
+        "arguments that are no JSON",
+        "an answer echoed as two messages",
+        "an answer that was not echoed",
+    ],
+)
+def test_a_turn_whose_messages_may_render_another_end_does_not_close_once(
+    echoed: list[Message],
+) -> None:
+    session = CompletionSession(session_id="s", end_of_turn_ids=[E1])
+    known = CompletionSession(
+        session_id="s", end_of_turn_ids=[E1], end_of_turn_texts=["<|im_end|>"]
+    )
+    assert not closes_once(echoed, end_markup(session, frozenset({E1})))
+    assert not closes_once(echoed, end_markup(known, frozenset({E1})))
+
+
+def test_a_turn_that_spells_no_end_closes_once() -> None:
+    session = CompletionSession(session_id="s")
+    for message in (said("plain"), said(None), calling('{"content": "a <| b |> c < 1"}')):
+        assert closes_once([message], end_markup(session, frozenset({E1})))
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts", "closes"),
+    [
+        ([E1, E2], ["<|im_end|>", "<|endoftext|>"], True),
+        ([E1, E2], ["</s>", "<|im_end|>"], False),
+        ([E1, E2], [], False),
+        ([E1, E2], ["<|im_end|>"], False),
+        ([E1, E2], ["<|im_end|>", ""], False),
+        ([E2], ["<|im_end|>"], False),
+    ],
+    ids=[
+        "other texts are known",
+        "this text is known",
+        "none is known",
+        "one is not known",
+        "one has no text",
+        "configured ids are not the engine's",
+    ],
+)
+def test_common_markers_count_unless_the_text_of_every_end_is_known(
+    ids: list[int], texts: list[str], closes: bool
+) -> None:
+    session = CompletionSession(session_id="s", end_of_turn_ids=ids, end_of_turn_texts=texts)
+    markup = end_markup(session, frozenset({E1, E2}))
+    assert closes_once([said("a <s>struck</s> word")], markup) is closes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<eos>",
+        "</s>",
+        "[EOS]",
+        "[|endofturn|]",
+    ],
+)
+def test_the_ends_of_turn_of_common_models_are_known_by_their_text(text: str) -> None:
+    markup = end_markup(CompletionSession(session_id="s"), frozenset({E1}))
+    assert not closes_once([said(f"then comes {text}.")], markup)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import builders
 from builders.base import StrategySpec
 from builders.check import check
 from builders.records import Completion, CompletionSession, Trajectory
-from tests.builders.world import END, SYSTEM, Message, World, play
+from tests.builders.world import END, END_TEXT, SYSTEM, Message, World, decode, play
 
 THREAD: list[Message] = [SYSTEM, {"role": "user", "content": "fix it"}]
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -243,6 +243,43 @@ def test_without_a_known_end_of_turn_only_what_was_rendered_as_sampled_merges() 
     trajectory = build(drifting.session(ends=()))
     assert stats(trajectory)["begun"] == {"no_predecessor": 1, "no_end_of_turn": 1}
     assert stats(trajectory)["end_of_turn_source"] == "unknown"
+
+
+def test_a_turn_that_spells_the_end_of_a_turn_is_not_followed_in_its_trace() -> None:
+    for more in (said("It is <|im_end|>."), called("a", '{"text": "\\u003c|im_end|>"}')):
+        world = World(faithful=True)
+        world.ask(world.follow(THREAD, world.ask(THREAD, answer=more)), answer=said("done"))
+        trajectory = build(world.session())
+        assert chains(trajectory) == [["msg_1"], ["msg_0"]]
+        assert stats(trajectory)["begun"] == {"no_predecessor": 1, "inner_end_of_turn": 1}
+
+
+def test_an_end_of_turn_spelled_by_the_user_or_a_tool_keeps_nothing_apart() -> None:
+    world = World(faithful=True)
+    thread = [*THREAD, {"role": "user", "content": "and what of <|im_end|>?"}]
+    first = world.ask(thread, answer=called("a"))
+    result = {"role": "tool", "tool_call_id": "a", "content": "x <|im_end|> y"}
+    last = world.ask([*thread, first.response_message, result])
+    (trace,) = build(world.session()).traces
+    start = trace.metadata["spans"][1]["start"]
+    context = trace.prompt_ids + trace.response_ids[:start]
+    assert decode(context) == decode(last.prompt_ids.tolist())
+
+
+def test_a_spelled_marker_keeps_nothing_apart_where_the_engine_closes_turns_by_another() -> None:
+    world = World(faithful=True)
+    answer = said("Strike it: <s>so</s>.")
+    world.ask(world.follow(THREAD, world.ask(THREAD, answer=answer)))
+    assert len(build(world.session()).traces) == 2
+    assert len(build(world.session(texts=(END_TEXT,))).traces) == 1
+
+
+def test_an_answer_echoed_in_two_messages_merges_only_as_it_was_sampled() -> None:
+    world = World()
+    world.ask(THREAD, answer=said("one two"))
+    thread = [*THREAD, said("one"), said("two"), {"role": "user", "content": "more"}]
+    world.ask(thread)
+    assert stats(build(world.session()))["begun"] == {"no_predecessor": 1, "inner_end_of_turn": 1}
 
 
 def test_completions_without_messages_stand_alone() -> None:

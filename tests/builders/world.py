@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from builders.records import Completion, CompletionSession, Ids
 
 START, END = 1, 2
+END_TEXT = "<|im_end|>"
+"""How the end of a turn looks as text: the template's spelling of END, whoever wrote it."""
 Message = dict[str, Any]
 
 _vocabulary: dict[str, int] = {}
@@ -21,18 +23,42 @@ def token(text: str) -> int:
     return _vocabulary.setdefault(text, len(_vocabulary) + 10)
 
 
-def encode(text: str) -> list[int]:
-    """The canonical ids of `text`."""
+def spell(text: str) -> list[int]:
+    """The canonical ids of `text`, control markup in it spelled out in ordinary tokens."""
     return [token(text[at : at + 2]) for at in range(0, len(text), 2)]
+
+
+def encode(text: str) -> list[int]:
+    """The ids of rendered `text`: as tokenizers have it, markup in it becomes the control token."""
+    first, *rest = (spell(part) for part in text.split(END_TEXT))
+    return [*first, *(number for part in rest for number in (END, *part))]
+
+
+def decode(ids: list[int]) -> str:
+    """The text of `ids`, control tokens too."""
+    return "".join(_texts(ids))
 
 
 def body(message: Message) -> str:
     """An assistant turn as text, in the form in which the model writes it."""
     text = f"<think>{thought}</think>" if (thought := message.get("reasoning_content")) else ""
     text += message.get("content") or ""
-    for call in message.get("tool_calls") or []:
+    for call in _calls(message):
         text += f"<call>{call['function']['name']} {call['function']['arguments']}</call>"
     return text
+
+
+def _calls(message: Message) -> list[Message]:
+    return message.get("tool_calls") or []
+
+
+def _rewritten(call: Message) -> Message:
+    """The call as templates write it: arguments are decoded and encoded anew."""
+    try:
+        arguments = json.dumps(json.loads(call["function"]["arguments"]), ensure_ascii=False)
+    except ValueError:
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def render(
@@ -47,7 +73,7 @@ def render(
         if message["role"] == "assistant":
             if forgets_thinking and at < last_user:
                 message = {**message, "reasoning_content": None}
-            text = body(message)
+            text = body({**message, "tool_calls": [_rewritten(call) for call in _calls(message)]})
         else:
             text = message["content"]
         ids += [START, *encode(message["role"] + "\n"), *encode(text), END, *encode("\n")]
@@ -75,12 +101,18 @@ class World:
         drifts: bool = True,
         flat: bool = False,
         repeats_itself: bool = True,
+        faithful: bool = False,
+        spells_ends: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.forgets_thinking = forgets_thinking
         self.drifts = drifts
         self.repeats_itself = repeats_itself
         """Whether two answers may have the same text."""
+        self.faithful = faithful
+        """Whether the harness sends back every answer as it was."""
+        self.spells_ends = spells_ends
+        """Whether model, user and tools may write END_TEXT."""
         self.flat = flat
         """Store every prompt whole instead of as the difference to an earlier one."""
         self.samples: list[Sample] = []
@@ -90,12 +122,15 @@ class World:
         self._followed: dict[int, tuple[list[Message], str]] = {}
         self.tools: list[Message] | None = [{"type": "function", "function": {"name": "edit"}}]
 
-    def session(self, *, ends: tuple[int, ...] = (END,), **metadata: Any) -> CompletionSession:
+    def session(
+        self, *, ends: tuple[int, ...] = (END,), texts: tuple[str, ...] = (), **metadata: Any
+    ) -> CompletionSession:
         return CompletionSession(
             session_id="session-1",
             task_id="task-1",
             completions=self.completions,
             end_of_turn_ids=list(ends),
+            end_of_turn_texts=list(texts),
             metadata=metadata,
         )
 
@@ -154,12 +189,15 @@ class World:
     def say(self, number: int) -> Message:
         """Some answer: text, thinking and calls as chance will have it."""
         said = self.random.randrange(4) if self.repeats_itself else number
-        answer: Message = {"role": "assistant", "content": f"answer {said} "}
+        answer: Message = {"role": "assistant", "content": f"answer {said}{self._aside()} "}
         if self.random.random() < 0.5:
-            answer["reasoning_content"] = f"thought {self.random.randrange(9)}"
+            answer["reasoning_content"] = f"thought {self.random.randrange(9)}{self._aside()}"
         if self.random.random() < 0.7:
+            path = f"a{self._aside()}.py"
             arguments = (
-                '{"path": "a.py", "line": 1.0}' if self.random.random() < 0.8 else '{"path": '
+                f'{{"path": "{path}", "line": 1.0}}'
+                if self.random.random() < 0.8
+                else f'{{"path": {path}'
             )
             call = {"name": "edit", "arguments": arguments}
             answer["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": call}]
@@ -168,6 +206,8 @@ class World:
     def echo(self, answer: Message) -> Message:
         """The answer as some harness sends it back."""
         echoed = {key: value for key, value in answer.items() if key != "tool_calls"}
+        if self.faithful:
+            return dict(answer)
         style = self.random.choice(["verbatim", "verbatim", "stripped", "thoughtless"])
         if style == "stripped":
             echoed["content"] = (answer["content"] or "").strip()
@@ -197,18 +237,22 @@ class World:
             {
                 "role": "tool",
                 "tool_call_id": call["id"],
-                "content": f"result {len(self.completions)}",
+                "content": f"result {len(self.completions)}{self._aside()}",
             }
             for call in answer.get("tool_calls") or []
         ]
-        nudge = {"role": "user", "content": f"go on {len(self.completions)}"}
+        nudge = {"role": "user", "content": f"go on {len(self.completions)}{self._aside()}"}
         thread = [*messages, self.echo(answer), *(results or [nudge])]
         self._followed[id(thread)] = (thread, completion.completion_id)
         return thread
 
+    def _aside(self) -> str:
+        """Nothing, or sometimes a word about how turns end."""
+        return f" {END_TEXT} too" if self.spells_ends and self.random.random() < 0.2 else ""
+
     def _cut(self, text: str) -> list[int]:
         if not self.drifts:
-            return encode(text)
+            return spell(text)
         ids, at = [], 0
         while at < len(text):
             width = self.random.choice([1, 2, 2, 2, 3])
@@ -239,7 +283,8 @@ def _common(a: Any, b: Any) -> int:
 
 
 def _texts(ids: list[int]) -> list[str]:
-    texts = {number: text for text, number in _vocabulary.items()}
+    texts = {START: "<|im_start|>", END: END_TEXT}
+    texts |= {number: text for text, number in _vocabulary.items()}
     return [texts[number] for number in ids]
 
 
