@@ -9,7 +9,7 @@ import msgspec
 from polar_gateway.api import control_app
 from polar_gateway.config import NodeConfig
 from polar_gateway.model_listener import ModelListener
-from polar_gateway.node import Node, open_node
+from polar_gateway.node import Node, Reports, open_node
 
 
 class NodeAddress(msgspec.Struct, kw_only=True, frozen=True):
@@ -38,26 +38,16 @@ async def serve(
     `token` guards the control listener and opens the server's node routes. Raises NodeStartError
     when the engine does not answer or cannot be trained on, OSError when a port is taken.
     """
+    reports = Reports(server_url=server_url, token=token, heartbeat_interval=heartbeat_interval)
     async with (
-        open_node(
-            config,
-            data_dir=data_dir,
-            server_url=server_url,
-            token=token,
-            heartbeat_interval=heartbeat_interval,
-            patience=patience,
-        ) as (node, report),
+        open_node(config, data_dir=data_dir, reports=reports, patience=patience) as (node, report),
         ModelListener(control_app(node, token), config.host, config.port) as control,
     ):
         public_url = config.public_url or _url(config.host, control.port)
         report(public_url)
         if started is not None:
             started(_address(node, public_url))
-        try:
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await node.close()
+        await anyio.sleep_forever()
 
 
 def _url(host: str, port: int) -> str:

@@ -23,7 +23,9 @@ Boundary = Literal[
     "lost_node",
 ]
 
-INFRA: frozenset[str] = frozenset({"runtime", "prepare", "capture", "delivery", "lost_node"})
+INFRA: frozenset[str] = frozenset(
+    {"runtime", "prepare", "capture", "evaluator", "delivery", "lost_node"}
+)
 """Boundaries whose failure says nothing about the agent, so that another attempt makes sense."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import httpx2
 import msgspec
 
@@ -18,6 +19,7 @@ import evaluators
 import harness_adapters
 from builders.records import Completion
 from harness_adapters import npm
+from harness_adapters.base import HarnessAdapter
 from polar_gateway import recovery, runtimes
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
@@ -40,13 +42,15 @@ from polar_gateway.protocol import (
     valid_id,
 )
 from polar_gateway.proxy import Proxy
-from polar_gateway.reporter import Outbox, keep_registered
+from polar_gateway.reporter import Outbox, deliverable, keep_registered
 from polar_gateway.runtimes.base import Runtime
 from polar_gateway.sessions import Session, Sessions, new_key
 
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 60.0
+DRAIN_SECONDS = 5.0
+"""How long a closing node tries to deliver; what is left waits for its next start."""
 ENDED_REMEMBERED = 1024
 """How many ended sessions still answer GET /sessions/{id}."""
 
@@ -98,14 +102,15 @@ class Node:
         live = self._runs.get(session_id)
         if live is not None and live.dispatch.attempt_id != attempt_id:
             raise DispatchRefusedError(409, f"session {session_id} is live here in another attempt")
+        if live is None and self._sessions.get(session_id) is not None:
+            raise DispatchRefusedError(409, f"session {session_id} is live here without a harness")
         folder = self._attempts_dir / attempt_id
-        if live is None and not folder.exists():
+        if live is None and not recovery.was_accepted(folder):
             self._start(dispatch, folder)
-        status = live.session.status if live is not None else "REGISTERED"
         return SessionDispatchResponse(
             session_id=session_id,
             task_id=dispatch.task_id,
-            status=status,
+            status=live.session.status if live is not None else "REGISTERED",
             node_id=self.parts.node_id,
         )
 
@@ -114,28 +119,28 @@ class Node:
             raise DispatchRefusedError(503, f"node {self.parts.node_id} is shutting down")
         self._check(dispatch)
         try:
-            recovery.accept(folder, dispatch)
-            capture = self._capture(
-                dispatch.session_id, dispatch.task_id, folder, dispatch.metadata
-            )
+            run = self._new_run(dispatch, folder)
         except (OSError, CaptureError) as error:
             # Nothing may stay that would make the repeated dispatch look like one that was taken.
             shutil.rmtree(folder, ignore_errors=True)
             raise DispatchRefusedError(
                 507, f"node {self.parts.node_id} cannot keep the session's files: {error}"
             ) from error
+        self._sessions.add(run.session)
+        self._runs[dispatch.session_id] = run
+        self._tasks.start_soon(self._run, run, folder, name=f"session {dispatch.session_id}")
+
+    def _new_run(self, dispatch: SessionDispatchRequest, folder: Path) -> SessionRun:
+        recovery.accept(folder, dispatch)
         session = Session(
             session_id=dispatch.session_id,
             task_id=dispatch.task_id,
             attempt_id=dispatch.attempt_id,
             key=new_key(),
-            capture=capture,
+            capture=self._capture(dispatch.session_id, dispatch.task_id, folder, dispatch.metadata),
             sampling=dispatch.sampling,
         )
-        self._sessions.add(session)
-        run = SessionRun(self.parts, session, dispatch, folder)
-        self._runs[dispatch.session_id] = run
-        self._tasks.start_soon(self._run, run, folder, name=f"session {dispatch.session_id}")
+        return SessionRun(self.parts, session, dispatch, folder)
 
     def _capture(
         self, session_id: str, task_id: str | None, folder: Path, metadata: dict[str, Any]
@@ -156,6 +161,10 @@ class Node:
             raise DispatchRefusedError(
                 422, f"agent.harness {harness!r} is not offered by this node"
             )
+        if dispatch.callback_url is not None and not deliverable(dispatch.callback_url):
+            raise DispatchRefusedError(
+                422, f"callback_url {dispatch.callback_url!r} is no HTTP URL"
+            )
         try:
             harness_adapters.check_settings(dispatch.agent)
             builders.make(dispatch.builder)
@@ -169,6 +178,7 @@ class Node:
         try:
             await self._run_guarded(run, folder)
         finally:
+            session.capture.close()
             self._sessions.remove(session)
             del self._runs[session.session_id]
             self._remember(self._status(session))
@@ -399,20 +409,55 @@ def _registration(parts: NodeParts, public_url: str, interval: float) -> NodeReg
     )
 
 
+def loaded_adapters(packs: Mapping[str, Path]) -> dict[str, HarnessAdapter]:
+    """The adapters that can work here; what plug-ins of any kind are broken is logged."""
+    adapters, problems = harness_adapters.load_adapters()
+    for problem in [
+        *problems,
+        *builders.load_builders()[1],
+        *evaluators.load_evaluators()[1],
+        *runtimes.load_runtimes()[1],
+    ]:
+        logger.warning("%s", problem)
+    return {
+        name: adapter
+        for name, adapter in adapters.items()
+        if adapter.pack is None or adapter.pack in packs
+    }
+
+
+async def recover(attempts: Path, outbox: Outbox, node_id: str) -> None:
+    """Report the sessions that an earlier life of this node left unfinished, and clear up."""
+    for folder, dispatch in recovery.unfinished(attempts):
+        reason = f"node {node_id} was killed while it ran session {dispatch.session_id}"
+        try:
+            await outbox.put(dispatch, recovery.result_of(folder, dispatch, node_id, reason))
+            recovery.mark_ended(folder)
+        except OSError:
+            logger.exception("session %s could not be reported", dispatch.session_id)
+    await anyio.to_thread.run_sync(recovery.sweep, attempts)
+
+
+class Reports(msgspec.Struct, kw_only=True):
+    """Where and how often a node reports."""
+
+    server_url: str | None
+    token: str
+    heartbeat_interval: float
+
+
+Running = tuple[Node, Callable[[str], None]]
+"""A node, and what starts its reports once its public URL is known."""
+
+
 @asynccontextmanager
 async def open_node(
-    config: NodeConfig,
-    *,
-    data_dir: Path,
-    server_url: str | None,
-    token: str,
-    heartbeat_interval: float,
-    patience: float = 120.0,
-) -> AsyncIterator[tuple[Node, Callable[[str], None]]]:
+    config: NodeConfig, *, data_dir: Path, reports: Reports, patience: float = 120.0
+) -> AsyncIterator[Running]:
     """A running node, without its control listener.
 
-    Yields the node and a function that starts its reports to the server, to be called with the
-    control listener's public URL once that is known. Raises NodeStartError.
+    When the block ends, however it does, the node's sessions end as lost with it and are reported.
+    Raises NodeStartError.
     """
     try:
         engine = open_engine(config.inference, model=config.model_served)
@@ -428,71 +473,78 @@ async def open_node(
             model_served=probe.model,
             max_model_len=probe.max_model_len,
         )
-        pack_dir = config.pack_dir or npm.default_cache()
-        adapters, problems = harness_adapters.load_adapters()
-        for problem in [
-            *problems,
-            *builders.load_builders()[1],
-            *evaluators.load_evaluators()[1],
-            *runtimes.load_runtimes()[1],
-        ]:
-            logger.warning("%s", problem)
-        packs = {pack.name: pack.path for pack in npm.installed(pack_dir)}
+        packs = {
+            pack.name: pack.path for pack in npm.installed(config.pack_dir or npm.default_cache())
+        }
         offered = await offered_runtimes(config)
         for runtime in offered.values():
             await runtime.reap_orphans(config.id)
-        for folder, dispatch in recovery.unfinished(data_dir / "attempts"):
-            reason = f"node {config.id} was killed while it ran session {dispatch.session_id}"
+        await recover(data_dir / "attempts", outbox, config.id)
+        parts = NodeParts(
+            node_id=config.id,
+            config=config,
+            probe=probe,
+            adapters=loaded_adapters(packs),
+            packs=packs,
+            runtimes=offered,
+            listener=ModelListener(proxy, config.model_host, config.model_port),
+            slots=Slots(config),
+            deliver=outbox.put,
+        )
+        closed = anyio.Event()
+        async with anyio.create_task_group() as group:
+            running: Running = await group.start(
+                _live, parts, sessions, outbox, data_dir, reports, closed
+            )
             try:
-                await outbox.put(dispatch, recovery.result_of(folder, dispatch, config.id, reason))
-                recovery.mark_ended(folder)
-            except OSError:
-                logger.exception("session %s could not be reported", dispatch.session_id)
-        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+                yield running
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await running[0].close()
+                closed.set()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.aclose()
+
+
+async def _live(
+    parts: NodeParts,
+    sessions: Sessions,
+    outbox: Outbox,
+    data_dir: Path,
+    reports: Reports,
+    closed: anyio.Event,
+    *,
+    task_status: anyio.abc.TaskStatus[Running],
+) -> None:
+    """Everything that must outlive a cancellation of the node's owner until `closed` is set: the
+    sessions, which first have to end, and the loops that report how they did."""
+    headers = {"authorization": f"Bearer {reports.token}", "content-type": "application/json"}
+    with anyio.CancelScope(shield=True):
         async with (
-            ModelListener(proxy, config.model_host, config.model_port) as listener,
+            parts.listener,
             httpx2.AsyncClient(headers=headers, timeout=30.0) as client,
             anyio.create_task_group() as loops,
         ):
-            parts = NodeParts(
-                node_id=config.id,
-                config=config,
-                probe=probe,
-                adapters={
-                    name: adapter
-                    for name, adapter in adapters.items()
-                    if adapter.pack is None or adapter.pack in packs
-                },
-                packs=packs,
-                runtimes=offered,
-                listener=listener,
-                slots=Slots(config),
-                deliver=outbox.put,
-            )
             async with anyio.create_task_group() as tasks:
                 node = Node(parts, sessions, outbox.waiting, data_dir, tasks)
 
                 def report(public_url: str) -> None:
                     loops.start_soon(outbox.deliver, client)
-                    if server_url is not None:
+                    if reports.server_url is not None:
                         loops.start_soon(
                             keep_registered,
                             client,
-                            server_url,
-                            _registration(parts, public_url, heartbeat_interval),
+                            reports.server_url,
+                            _registration(parts, public_url, reports.heartbeat_interval),
                             node.heartbeat,
                             node.cancel_attempts,
                             node.changed,
                         )
 
-                try:
-                    yield node, report
-                finally:
-                    with anyio.CancelScope(shield=True):
-                        await node.close()
-            with anyio.move_on_after(5.0, shield=True):
+                task_status.started((node, report))
+                await closed.wait()
+                tasks.cancel_scope.cancel()
+            with anyio.move_on_after(DRAIN_SECONDS):
                 await outbox.drained()
             loops.cancel_scope.cancel()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await engine.aclose()

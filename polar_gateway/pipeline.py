@@ -7,6 +7,7 @@ session ended is decided in `_result` alone, and its runtimes are stopped under 
 """
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,6 @@ from polar_gateway.protocol import (
     RuntimeSpec,
     SessionDispatchRequest,
     SessionResult,
-    Verdict,
     agent_timeout,
 )
 from polar_gateway.runtimes.base import PackMount, Runtime, RuntimeRequest
@@ -191,6 +191,7 @@ class SessionRun:
                     place.where,
                     self._agent_env(place),
                     self._node.config.upload_roots,
+                    secret=self.session.key,
                 )
                 plan = self._plan = stages.launch_plan(
                     self._adapter,
@@ -348,6 +349,7 @@ class SessionRun:
         try:
             trajectory = await anyio.to_thread.run_sync(stages.build, self.dispatch, completions)
             session.timing.build = stages.now_ms(started)
+            failure = failure or self._nothing_trainable(completions, trajectory)
             await self._keep_native_logs()
             session.advance(Stage.EVALUATING)
             started = time.monotonic()
@@ -356,7 +358,23 @@ class SessionRun:
             session.timing.eval = stages.now_ms(started)
         except BoundaryError as error:
             failure = failure or error.failure
-        return self._result(completions, trajectory, evaluation, self._stopped_by or failure)
+        artifacts = await anyio.to_thread.run_sync(_artifacts, self._folder)
+        return self._result(
+            completions, trajectory, evaluation, self._stopped_by or failure, artifacts
+        )
+
+    def _nothing_trainable(
+        self, completions: CompletionSession, trajectory: Trajectory
+    ) -> Failure | None:
+        """A session that gives nothing to train on has failed, whatever its harness did."""
+        said = verdict(completions, trajectory, failure=None, graded=False, notes=[])
+        if said.tokens != "none":
+            return None
+        reasons = ", ".join(f.code for f in said.findings if f.level == "fatal")
+        return Failure(
+            boundary="capture",
+            message=f"no trainable token was captured: {reasons or 'everything was left out'}",
+        )
 
     async def _keep_native_logs(self) -> None:
         if self._agent_place is None or self._plan is None:
@@ -427,7 +445,12 @@ class SessionRun:
         actions = self._spec.prepare if self._spec.eval_prepare is None else self._spec.eval_prepare
         env = stages.grading_env(self.dispatch, self._spec, fresh.where)
         await stages.prepare(
-            fresh.runtime, actions, fresh.where, env, self._node.config.upload_roots
+            fresh.runtime,
+            actions,
+            fresh.where,
+            env,
+            self._node.config.upload_roots,
+            secret=self.session.key,
         )
         await stages.move_workdir(
             agent.runtime, agent.where, fresh.runtime, fresh.where, self._folder
@@ -442,6 +465,7 @@ class SessionRun:
         trajectory: Trajectory | None,
         evaluation: Evaluation,
         failure: Failure | None,
+        artifacts: list[Artifact],
     ) -> SessionResult:
         if self.cancelled:
             failure = Failure(boundary="cancelled", message="session cancelled")
@@ -454,8 +478,6 @@ class SessionRun:
             graded=evaluation.validity == "graded",
             notes=self._findings,
         )
-        if said.tokens == "none" and failure is None:
-            failure = _nothing_trainable(said)
         timed_out = self._harness_run is not None and self._harness_run.timed_out
         outcome = lifecycle.ending(cancelled=self.cancelled, timed_out=timed_out, failure=failure)
         status = lifecycle.wire_status(Stage.ENDED, outcome)
@@ -476,7 +498,7 @@ class SessionRun:
             reward=evaluation.outcome_reward,
             verdict=said,
             failure=failure,
-            artifacts=_artifacts(self._folder),
+            artifacts=artifacts,
             completion_count=len(completions.completions),
         )
 
@@ -503,20 +525,21 @@ class SessionRun:
         )
 
 
-def _nothing_trainable(said: Verdict) -> Failure:
-    reasons = (
-        ", ".join(f.code for f in said.findings if f.level == "fatal") or "everything was left out"
-    )
-    return Failure(boundary="capture", message=f"no trainable token was captured: {reasons}")
-
-
 def _artifacts(folder: Path) -> list[Artifact]:
-    """The files that are kept, relative names first; links are not followed."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.is_symlink()]
-    kept = [
-        p for p in files if p.relative_to(folder).parts[0] == "artifacts" or p.suffix == ".journal"
-    ]
-    return [
-        Artifact(name=str(p.relative_to(folder)), path=str(p), bytes=p.stat().st_size)
-        for p in kept[:MAX_LISTED_ARTIFACTS]
-    ]
+    """The files that are kept. An agent may have made their names and folders: links are not
+    followed, the walk does not recurse, and names that are no text are escaped."""
+    found: list[Artifact] = []
+    folders = [folder / "artifacts"]
+    files = list(folder.glob("*.journal"))
+    while folders and len(files) < MAX_LISTED_ARTIFACTS:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    files.append(Path(entry.path))
+    for file in sorted(files)[:MAX_LISTED_ARTIFACTS]:
+        path = str(file).encode("utf-8", "backslashreplace").decode()
+        name = path.removeprefix(f"{folder}/")
+        found.append(Artifact(name=name, path=path, bytes=file.lstat().st_size))
+    return found

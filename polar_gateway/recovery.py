@@ -6,6 +6,7 @@ was cut off: it ends as an infrastructure failure, with the traces that its jour
 """
 
 import logging
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,20 @@ JOURNAL = "session.journal"
 def accept(folder: Path, dispatch: SessionDispatchRequest) -> None:
     """Make an attempt's folder and put its document there."""
     folder.mkdir(parents=True)
-    (folder / DISPATCH).write_bytes(msgspec.json.encode(dispatch))
+    part = folder / f".{DISPATCH}.part"
+    part.write_bytes(msgspec.json.encode(dispatch))
+    part.rename(folder / DISPATCH)
+
+
+def was_accepted(folder: Path) -> bool:
+    """Whether this node took the attempt on, in this life or an earlier one."""
+    return (folder / DISPATCH).exists()
+
+
+def sweep(attempts: Path) -> None:
+    """Remove the runtimes' files that nobody lives to remove; for a node that runs nothing yet."""
+    for leftover in [*attempts.glob("*/runtime-*"), *attempts.glob(f"*/{stages.WORKDIR_COPY}")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def mark_ended(folder: Path) -> None:

@@ -29,6 +29,10 @@ RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Waits between tries of a delivery; the last one repeats."""
 
 
+REFUSED_FOR_GOOD = frozenset({400, 413, 422})
+"""Answers that the same bytes will get again."""
+
+
 class Envelope(msgspec.Struct, kw_only=True):
     """An undelivered result: where it goes, and its bytes as they will be sent."""
 
@@ -43,10 +47,7 @@ class Outbox:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._waiting = {
-            path.stem: msgspec.json.decode(path.read_bytes(), type=Envelope).session_id
-            for path in folder.glob("*.json")
-        }
+        self._waiting = dict(map(_named, folder.glob("*.json")))
         self._wake = anyio.Event()
         self._delivered = anyio.Event()
 
@@ -86,7 +87,7 @@ class Outbox:
             waiting = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
             for path in waiting:
                 if await self._deliver(client, path):
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                     self._waiting.pop(path.stem, None)
                     self._delivered.set()
                     self._delivered = anyio.Event()
@@ -99,30 +100,60 @@ class Outbox:
                 await self._wake.wait()
 
     async def _deliver(self, client: httpx2.AsyncClient, path: Path) -> bool:
-        envelope = msgspec.json.decode(await anyio.Path(path).read_bytes(), type=Envelope)
+        """Whether nothing remains to be done about this file."""
+        try:
+            envelope = msgspec.json.decode(await anyio.Path(path).read_bytes(), type=Envelope)
+        except msgspec.DecodeError as error:
+            return _put_aside(path, f"it is damaged: {error}")
         try:
             response = await client.post(
                 envelope.callback_url,
                 content=bytes(envelope.body),
                 headers={"content-type": "application/json"},
             )
+        except (httpx2.InvalidURL, httpx2.UnsupportedProtocol, ValueError) as error:
+            return _put_aside(path, f"{envelope.callback_url!r} cannot be called: {error}")
         except httpx2.HTTPError as error:
             logger.warning("result of %s not delivered yet: %s", envelope.session_id, error)
             return False
         if response.is_success:
             return True
-        logger.warning(
-            "result of %s not accepted yet: %d %s",
-            envelope.session_id,
-            response.status_code,
-            response.text[:500],
-        )
+        said = f"{response.status_code} {response.text[:500]}"
+        if response.status_code in REFUSED_FOR_GOOD:
+            return _put_aside(path, f"the server refuses it: {said}")
+        logger.warning("result of %s not accepted yet: %s", envelope.session_id, said)
         return False
 
     async def drained(self) -> None:
         """Wait until nothing is left to deliver."""
         while next(self._folder.glob("*.json"), None) is not None:
             await self._delivered.wait()
+
+
+def _named(path: Path) -> tuple[str, str]:
+    """Attempt and session of a waiting result; a damaged one, soon put aside, names no session."""
+    try:
+        return path.stem, msgspec.json.decode(path.read_bytes(), type=Envelope).session_id
+    except msgspec.DecodeError:
+        return path.stem, ""
+
+
+def _put_aside(path: Path, why: str) -> bool:
+    """Keep what can never be delivered where people find it and no loop does."""
+    kept = path.with_suffix(".undeliverable")
+    path.rename(kept)
+    logger.error("the result in %s is not delivered: %s", kept, why)
+    return True
+
+
+def deliverable(url: str) -> bool:
+    """Whether results can be sent there at all."""
+    try:
+        parsed = httpx2.URL(url)
+        parsed.host.encode("idna")
+    except (httpx2.InvalidURL, ValueError):
+        return False
+    return parsed.scheme in ("http", "https") and bool(parsed.host)
 
 
 async def keep_registered(
@@ -162,7 +193,7 @@ async def keep_registered(
                         response.text[:500],
                     )
                 registered = False
-        except (httpx2.HTTPError, msgspec.DecodeError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, msgspec.DecodeError) as error:
             logger.warning("the server at %s cannot be reached: %s", server_url, error)
         with anyio.move_on_after(period if registered else min(period, 1.0)):
             await event.wait()

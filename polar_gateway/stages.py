@@ -35,6 +35,12 @@ from polar_gateway.runtimes.base import Runtime
 PACKS_DIR = "/polar/packs"
 """Where harness packs are mounted inside a runtime."""
 
+HIDDEN = "[session key]"
+"""What stands for the session's key in anything that is reported."""
+
+WORKDIR_COPY = "workdir.tar"
+"""Where, in an attempt's folder, a workdir waits on its way from one runtime to another."""
+
 OUTPUT_TAIL = 256 * 1024
 """Bytes of each output stream of the harness by which its end is judged."""
 
@@ -142,12 +148,17 @@ async def prepare(
     where: Paths,
     env: dict[str, str],
     upload_roots: list[Path],
+    *,
+    secret: str,
 ) -> None:
-    """Run the prepare actions in order; the first that fails ends the session."""
+    """Run the prepare actions in order; the first that fails ends the session.
+
+    `secret` is blotted out of what is reported of their output.
+    """
     for number, action in enumerate(actions):
         what = f"prepare[{number}] ({action.type})"
         if action.type == "exec":
-            await _prepare_exec(runtime, action, what, where, env)
+            await _prepare_exec(runtime, action, what, where, env, secret)
             continue
         if action.source is None or action.target is None:
             raise BoundaryError("prepare", f"{what} needs source and target", infra=False)
@@ -157,7 +168,12 @@ async def prepare(
 
 
 async def _prepare_exec(
-    runtime: Runtime, action: PrepareAction, what: str, where: Paths, env: dict[str, str]
+    runtime: Runtime,
+    action: PrepareAction,
+    what: str,
+    where: Paths,
+    env: dict[str, str],
+    secret: str,
 ) -> None:
     result = ExecResult(return_code=0)
     for attempt in range(action.max_attempts):
@@ -174,7 +190,7 @@ async def _prepare_exec(
     raise BoundaryError(
         "prepare",
         f"{what} failed with exit code {result.return_code}",
-        detail=result.stderr or result.stdout,
+        detail=(result.stderr or result.stdout).replace(secret, HIDDEN),
         infra=False,
     )
 
@@ -283,7 +299,7 @@ async def run_harness(
                 on_stdout=out.write,
                 on_stderr=err.write,
             )
-    stdout, stderr = (t.replace(secret.encode(), b"[session key]") for t in (out.tail, err.tail))
+    stdout, stderr = (t.replace(secret.encode(), HIDDEN.encode()) for t in (out.tail, err.tail))
     timed_out = result.return_code == -1
     return HarnessRun(
         timed_out=timed_out,

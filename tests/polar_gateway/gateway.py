@@ -51,6 +51,9 @@ class Gateway:
         self.raw: list[bytes] = []
         self.address: app.NodeAddress
         self._results_url = results_url
+        self.shut_down: Callable[[], None]
+        """What a signal does to a gateway's process."""
+        self.down = anyio.Event()
         self._changed = anyio.Event()
         self.http = httpx2.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, timeout=30)
 
@@ -127,12 +130,18 @@ async def gateway(
         async with serve(results) as url, receiver.http, anyio.create_task_group() as group:
             receiver._results_url = f"{url}/results"
             up = anyio.Event()
+            life = anyio.CancelScope()
 
             def started(address: app.NodeAddress) -> None:
                 receiver.address = address
                 up.set()
 
             async def run() -> None:
+                with life:
+                    await serve_node()
+                receiver.down.set()
+
+            async def serve_node() -> None:
                 await app.serve(
                     NodeConfig(
                         id="n1",
@@ -146,6 +155,7 @@ async def gateway(
                     started=started,
                 )
 
+            receiver.shut_down = life.cancel
             group.start_soon(run)
             with anyio.fail_after(30):
                 await up.wait()

@@ -52,6 +52,17 @@ async def test_another_attempt_of_a_live_session_is_refused(tmp_path: Path) -> N
     assert "another attempt" in refused.json()["detail"]
 
 
+async def test_a_session_that_is_live_without_a_harness_is_not_dispatched_over(
+    tmp_path: Path,
+) -> None:
+    async with gateway(tmp_path) as node:
+        control = node.address.control_url
+        await node.http.post(f"{control}/sessions", json={"session_id": "s1"})
+        assert (await node.dispatch()).status_code == 409
+        await node.http.delete(f"{control}/sessions/s1")
+        assert (await node.run()).status == "COMPLETED"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -60,6 +71,7 @@ async def test_another_attempt_of_a_live_session_is_refused(tmp_path: Path) -> N
         ({"evaluator": {"strategy": "nobody"}}, "evaluator"),
         ({"attempt_id": "../up"}, "attempt_id"),
         ({"session_id": "../up"}, "session_id"),
+        ({"callback_url": "http://a..b/"}, "callback_url"),
         ({"runtime": {"backend": "local", "gpu": 1}}, "gpu"),
     ],
 )

@@ -20,6 +20,9 @@ from tests.polar_gateway.gateway import (
 )
 
 
+AGENT = f"{sys.executable} {MINI_AGENT}"
+
+
 def codes(result: SessionResult) -> set[str]:
     assert result.verdict is not None
     return {finding.code for finding in result.verdict.findings}
@@ -249,6 +252,42 @@ async def test_the_key_of_a_session_is_in_nothing_that_is_reported(tmp_path: Pat
     assert b"sk-polar-" not in b"".join(node.raw)
     assert result.failure is not None
     assert "[session key]" in result.failure.detail
+
+
+async def test_a_node_that_is_shut_down_reports_its_sessions_before_it_goes(tmp_path: Path) -> None:
+    slow = script("Then." + call("sleep 604"), "Never.")
+    async with gateway(tmp_path, slow) as node:
+        await node.dispatch()
+        await node.until(lambda: calls_of(node, 1))
+        node.shut_down()
+        result = await node.result()
+        await node.down.wait()
+    assert result.failure is not None
+    assert (result.failure.boundary, result.failure.infra) == ("lost_node", True)
+    assert result.completion_count == 1
+    assert recovery.unfinished(tmp_path / "attempts") == []
+    assert not await processes("sleep 604")
+
+
+async def test_the_output_of_a_prepare_action_does_not_tell_the_key(tmp_path: Path) -> None:
+    spec = {"backend": "local", "prepare": [{"type": "exec", "command": "env; exit 1"}]}
+    async with gateway(tmp_path) as node:
+        await node.run(runtime=spec)
+    assert b"[session key]" in node.raw[0]
+    assert b"sk-polar-" not in node.raw[0]
+
+
+async def test_what_an_agent_names_its_files_cannot_break_its_result(tmp_path: Path) -> None:
+    odd = (
+        "python3 -c \"import os; os.chdir('$HOME'); os.makedirs('.codex/sessions');"
+        "open(b'.codex/sessions/\\xff', 'w')\"; "
+        "python3 -c \"import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(1500)]\""
+    )
+    agent = {"harness": "shell", "custom_shell": {"command": f"{odd}; {AGENT}"}}
+    async with gateway(tmp_path) as node:
+        result = await node.run(agent=agent)
+    assert (result.status, result.error) == ("COMPLETED", None)
+    assert not list((tmp_path / "attempts").glob("*/runtime-*"))
 
 
 async def test_a_request_that_had_to_be_refused_fails_the_session_however_its_harness_ends(

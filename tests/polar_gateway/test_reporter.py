@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import httpx2
 import msgspec
+import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +20,7 @@ from polar_gateway.protocol import (
     SessionDispatchRequest,
     SessionResult,
 )
-from polar_gateway.reporter import Outbox, keep_registered
+from polar_gateway.reporter import Outbox, deliverable, keep_registered
 from polar_gateway.testing.serve import serve
 
 
@@ -99,6 +100,52 @@ async def test_what_is_not_acknowledged_is_named_until_it_is(tmp_path: Path) -> 
         assert after_a_restart.waiting == {"att-1": "s1"}
         await deliver_until_empty(after_a_restart)
         assert after_a_restart.waiting == {}
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_what_is_refused_for_good_is_put_aside_and_not_sent_again(
+    tmp_path: Path, status: int
+) -> None:
+    server = ServerThatAnswers(status)
+    async with serve(server.app) as url:
+        outbox = Outbox(tmp_path)
+        await outbox.put(dispatch(url), RESULT)
+        await deliver_until_empty(outbox)
+    assert outbox.waiting == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["att-1.undeliverable"]
+    assert len(server.bodies) == 1
+
+
+async def test_a_damaged_file_and_a_url_that_is_none_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "att-0.json").write_bytes(b"")
+    server = ServerThatAnswers()
+    async with serve(server.app) as url:
+        outbox = Outbox(tmp_path)
+        await outbox.put(dispatch("http://a:port", attempt="att-2"), RESULT)
+        await outbox.put(dispatch(url, attempt="att-3"), RESULT)
+        await deliver_until_empty(outbox)
+    assert len(server.bodies) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "att-0.undeliverable",
+        "att-2.undeliverable",
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "fine"),
+    [
+        ("http://127.0.0.1:8080/x", True),
+        ("https://trainer.example/callback", True),
+        ("http://[::1]:1/x", True),
+        ("http://a..b/", False),
+        ("http://a:port/", False),
+        ("ftp://a/", False),
+        ("/callback", False),
+        (f"http://{'a' * 64}/", False),
+    ],
+)
+def test_a_url_is_deliverable_or_it_is_refused_at_once(url: str, fine: bool) -> None:
+    assert deliverable(url) is fine
 
 
 async def test_a_session_without_a_callback_leaves_nothing_behind(tmp_path: Path) -> None:
