@@ -130,26 +130,33 @@ class ClaudeCode:
         """By the `result` event, whose subtype says "success" of an API error: `is_error` counts.
 
         A run that reached `max_turns` did what its task asked and is completed, with that reason.
+        An event that says neither how it ended nor that it failed leaves it to the exit status.
         """
-        result = events.last_event(stdout_tail, ("result",))
-        if result is None:
+        result = events.last_event(stdout_tail, ("result",)) or {}
+        subtype, is_error = events.text(result, "subtype"), bool(result.get("is_error"))
+        if not subtype and not is_error:
             return events.by_status(self.name, return_code, stderr_tail)
-        subtype = result.get("subtype")
         if subtype == "error_max_turns":
             return HarnessEnd(
                 outcome="completed", reason="stopped at max_turns", return_code=return_code
             )
-        if not result.get("is_error") and subtype == "success":
+        if subtype == "success" and not is_error:
             return HarnessEnd(outcome="completed", return_code=return_code)
-        said = result.get("result") or "; ".join(map(str, result.get("errors") or []))
         how = "claude_code reported an error"
         return HarnessEnd(
             outcome="failed",
             reason=events.quote(
-                how if subtype in (None, "success") else f"{how} ({subtype})", str(said)
+                how if subtype in ("", "success") else f"{how} ({subtype})", _words(result)
             ),
             return_code=return_code,
         )
+
+
+def _words(result: dict[str, Any]) -> str:
+    """What a result event says of its error: in `result`, else in the list `errors`."""
+    errors = result.get("errors")
+    listed = errors if isinstance(errors, list) else []
+    return events.text(result, "result") or "; ".join(e for e in listed if isinstance(e, str))
 
 
 def _mcp_config(servers: list[MCPServerSpec]) -> dict[str, Any]:

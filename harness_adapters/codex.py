@@ -145,13 +145,8 @@ def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
 
 def _words(error: object) -> str:
     """What an error event says; a refused request carries the endpoint's JSON answer as text."""
-    message = error.get("message") if isinstance(error, dict) else None
-    if not isinstance(message, str):
-        return ""
-    try:
-        return str(json.loads(message)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return message
+    message = events.text(error, "message")
+    return events.text(events.decoded(message), "error", "message") or message
 
 
 def toml(table: Mapping[str, Any]) -> str:

@@ -1,13 +1,21 @@
-"""Reading how a harness ended: the last events of a JSON-lines stream, and the exit status."""
+"""Reading how a harness ended: the last events of a JSON-lines stream, and the exit status.
+
+The harness is hostile and its events are its own words: nothing here raises, whatever they hold,
+and a reason is always short, on one line and encodable.
+"""
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
 from harness_adapters.base import HarnessEnd
 
 REASON_LIMIT = 500
-"""Characters of a harness's own words that a reason repeats."""
+"""Characters of a reason, most of which are a harness's own words."""
+
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and lone surrogates (half an emoji that a harness cut), which have no UTF-8."""
 
 
 def last_event(stdout_tail: bytes, types: Collection[str]) -> dict[str, Any] | None:
@@ -17,13 +25,25 @@ def last_event(stdout_tail: bytes, types: Collection[str]) -> dict[str, Any] | N
     what is no JSON object is passed over.
     """
     for line in reversed(stdout_tail.splitlines()):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("type") in types:
+        event = decoded(line)
+        if isinstance(event, dict) and text(event, "type") in types:
             return event
     return None
+
+
+def decoded(document: bytes | str) -> Any:
+    """The JSON value that `document` holds; None for what is no JSON or nested without end."""
+    try:
+        return json.loads(document)
+    except (ValueError, RecursionError):
+        return None
+
+
+def text(value: Any, *path: str) -> str:
+    """The string at `path` below a foreign JSON value; empty when there is none."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def by_status(
@@ -50,11 +70,11 @@ def by_status(
 
 
 def quote(how: str, heard: str) -> str:
-    """`how: heard`, on one line and of bounded length."""
-    words = " ".join(heard.split())
+    """`how: heard`, on one line, of bounded length and fit for UTF-8."""
+    words = " ".join((f"{how}: {heard}" if heard.strip() else how).split())
     if len(words) > REASON_LIMIT:
-        words = words[:REASON_LIMIT] + "..."
-    return f"{how}: {words}" if words else how
+        words = words[: REASON_LIMIT - 3] + "..."
+    return _UNFIT.sub("\ufffd", words)
 
 
 def last_line(tail: bytes) -> str:
