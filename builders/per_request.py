@@ -25,11 +25,13 @@ class PerRequest:
 
     def build(self, session: CompletionSession) -> Trajectory:
         parts = split(session, self.options)
+        prompts = assemble.prompts(session)
         traces = [
             assemble.trace(
                 session,
                 self.name,
                 [assemble.Link(completion, array("i"))],
+                prompt_ids=prompts[completion.completion_id],
                 main=completion is parts.eligible[-1],
             )
             for completion in parts.eligible

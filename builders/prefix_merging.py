@@ -62,7 +62,13 @@ class PrefixMerging:
         chains, begun = _chains(parts.eligible, steps)
         main = max(chains, key=_weight, default=None)
         traces = [
-            assemble.trace(session, self.name, chain, main=chain is main)
+            assemble.trace(
+                session,
+                self.name,
+                chain,
+                prompt_ids=chain[0].completion.prompt_ids.tolist(),
+                main=chain is main,
+            )
             for chain in sorted(chains, key=lambda chain: chain is main)
         ]
         drifts = [link.drift for chain in chains for link in chain if link.drift]
