@@ -4,21 +4,28 @@ What is unpacked here was written by an agent: it may hold links out of the tree
 defeat a check, devices, or be endless. So links are made last, when nothing is written any more that
 could go through one, and only if their text alone shows that they stay inside; the standard library's
 `data` filter, which follows links to judge them, decides about the rest.
+
+What only passes through on its way into another place of the same kind keeps its links wherever they
+point (`unpack_verbatim`): out there they were the agent's too.
 """
 
 import io
 import os
 import tarfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, NamedTuple, Protocol
 
 MAX_BYTES = 4 << 30
 """Bytes of one archive that may come out of a runtime."""
 
 MAX_ENTRIES = 500_000
-"""Files, folders and links of one archive that may come out of a runtime."""
+"""Files, folders and links of one archive."""
+
+
+_UNTRUSTED_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A file that became a link or a pipe since it was looked at is neither followed nor waited for."""
 
 
 class Owner(NamedTuple):
@@ -28,20 +35,48 @@ class Owner(NamedTuple):
     gid: int
 
 
-def pack(source: Path, name: str, owner: Owner | None, into: IO[bytes]) -> None:
+class Writable(Protocol):
+    """As much of a file as an archive is written to."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+def pack(source: Path, name: str, owner: Owner | None, into: Writable) -> None:
     """Write `source`, a file or a folder with its content, as the entry `name` and below.
 
     Links stay links, except `source` itself; sockets, pipes and devices are left out.
-    Raises FileNotFoundError when there is no `source`.
+    Raises FileNotFoundError when there is no `source`, ValueError when it has too many entries.
     """
+    top = source.resolve(strict=True)
+    # A stream: nothing but `write` is asked of what it goes to.
+    with tarfile.open(fileobj=into, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+        for count, (path, inner) in enumerate(_tree(str(top), _relative(name))):
+            if count > MAX_ENTRIES:
+                raise ValueError(f"{str(source)!r} holds more than {MAX_ENTRIES} entries")
+            entry = archive.gettarinfo(path, inner)
+            # There is none for a socket.
+            if entry is None or entry.isdev():
+                continue
+            if entry.isreg():
+                with open(os.open(path, _UNTRUSTED_FILE), "rb") as content:
+                    archive.addfile(_owned(entry, owner), content)
+            else:
+                archive.addfile(_owned(entry, owner))
 
-    def prepared(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if entry.isdev():
-            return None
-        return _owned(entry, owner)
 
-    with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(source.resolve(strict=True), arcname=_relative(name), filter=prepared)
+def _tree(top: str, name: str) -> Iterator[tuple[str, str]]:
+    """`top` and all below it, with their names in an archive, parents first. Does not recurse: an
+    agent's folders may be nested deeper than Python's stack."""
+    yield top, name
+    folders = [(top, name)] if os.path.isdir(top) else []
+    while folders:
+        folder, outer = folders.pop()
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            yield entry.path, f"{outer}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                folders.append((entry.path, f"{outer}/{entry.name}"))
 
 
 def pack_content(name: str, content: bytes, mode: int, owner: Owner | None) -> IO[bytes]:
@@ -76,11 +111,69 @@ def unpack(archive: IO[bytes], target: Path) -> list[str]:
         return _unpack_folder(source, top, target)
 
 
+def unpack_verbatim(archive: IO[bytes], target: Path) -> None:
+    """Unpack an archive of a folder's content into the empty folder `target`, just as it was.
+
+    Links are made last, wherever they point, so nothing is written through one; devices and pipes
+    are left out. Raises ValueError for an entry that is named to lie elsewhere.
+    """
+    links: list[tarfile.TarInfo] = []
+    folders: list[tarfile.TarInfo] = []
+
+    def extract(entry: tarfile.TarInfo, *, finally_: bool = True) -> None:
+        source.extract(
+            entry, target, set_attrs=finally_, numeric_owner=True, filter="fully_trusted"
+        )
+
+    with tarfile.open(fileobj=archive, mode="r:") as source:
+        for entry in source:
+            for name in (entry.name, entry.linkname if entry.islnk() else "."):
+                if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                    raise ValueError(f"the archive's entry {name!r} lies outside of it")
+            if entry.issym():
+                links.append(entry)
+            elif entry.isdir():
+                extract(entry, finally_=False)
+                folders.append(entry)
+            elif not entry.isdev():
+                extract(entry)
+        for link in links:
+            extract(link)
+        # Their times and permissions, now that nothing is written into them any more.
+        for folder in reversed(folders):
+            extract(folder)
+
+
+def move(content: IO[bytes], folder: str, into: Writable) -> None:
+    """Write an archive of a folder's content again, with all of it below `folder`.
+
+    Links keep what they point to; devices and pipes are left out.
+    """
+    prefix = _relative(folder)
+    with (
+        tarfile.open(fileobj=content, mode="r:") as source,
+        tarfile.open(fileobj=into, mode="w|", format=tarfile.PAX_FORMAT) as target,  # type: ignore[call-overload]
+    ):
+        for count, entry in enumerate(source):
+            if count > MAX_ENTRIES:
+                raise ValueError(f"the archive holds more than {MAX_ENTRIES} entries")
+            if entry.isdev():
+                continue
+            entry.name = f"{prefix}/{entry.name}"
+            if entry.islnk():
+                entry.linkname = f"{prefix}/{entry.linkname}"
+            # Its long names, which would be written in place of these.
+            for name in ("path", "linkpath"):
+                entry.pax_headers.pop(name, None)
+            target.addfile(entry, source.extractfile(entry) if entry.isreg() else None)
+
+
 def notes(source: str, left_out: list[str]) -> list[str]:
     """What has to be said about a download of `source` that left entries out."""
     if not left_out:
         return []
-    examples = ", ".join(left_out[:3])
+    # As they print: names made by an agent need not be text.
+    examples = ", ".join(map(repr, left_out[:3]))
     count = len(left_out)
     what = f"{count} entries that point out of it or are no plain files: {examples}"
     return [f"the download of {source} left out {what}"]
@@ -137,19 +230,19 @@ def _unpack_file(source: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) 
 
 
 class Bounded:
-    """Hands chunks to `write` and raises ValueError once they are more than `limit` bytes."""
+    """Passes what is written on to `into`; raises ValueError once it is more than `limit` bytes."""
 
-    def __init__(self, write: Callable[[bytes], object], what: str, limit: int = MAX_BYTES) -> None:
-        self._write = write
+    def __init__(self, into: Writable, what: str, limit: int = MAX_BYTES) -> None:
+        self._into = into
         self._what = what
         self._limit = limit
         self._left = limit
 
-    def __call__(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes, /) -> None:
         self._left -= len(chunk)
         if self._left < 0:
             raise ValueError(f"{self._what} is larger than {self._limit} bytes")
-        self._write(chunk)
+        self._into.write(chunk)
 
 
 def _relative(name: str) -> str:

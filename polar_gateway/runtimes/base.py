@@ -4,7 +4,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import msgspec
 
@@ -113,6 +113,17 @@ class Runtime(ABC):
     @abstractmethod
     async def download(self, source: str, target: Path) -> None:
         """Copy a file or folder from inside; links are not followed out of it."""
+
+    @abstractmethod
+    async def export(self, source: str, file: IO[bytes]) -> None:
+        """Write the content of the folder `source` to `file`, for `import_` of another place of this
+        kind. Links stay as they are, wherever they point: only an isolated place may unpack it.
+        Raises ValueError when it is too large."""
+
+    @abstractmethod
+    async def import_(self, target: str, file: IO[bytes]) -> None:
+        """Replace all that the folder `target` holds by what `export` wrote to `file`, which is read
+        from its beginning. Raises ValueError for a folder that is not this place's own to empty."""
 
     @abstractmethod
     async def write(self, path: str, content: bytes, mode: int = 0o600) -> None:

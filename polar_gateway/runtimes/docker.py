@@ -43,6 +43,7 @@ _MARKER = "POLAR_EXEC"
 _SWEEP_ROUNDS = 50
 _CONNECT_SECONDS = 10.0
 _REMOVE_SECONDS = 60.0
+_CLEAR_SECONDS = 300.0
 _VIRTUAL = ("/dev", "/proc", "/sys")
 """Where an upload would be written below a mount, and never be seen."""
 
@@ -59,6 +60,13 @@ if command -v bash >/dev/null 2>&1; then echo ready bash; else echo ready sh; fi
 while read -r line; do :; done
 """
 
+# Empties a folder and says which one that is, with nothing that a small image may lack; a pattern
+# that matches nothing names nothing to remove either.
+_CLEAR = """
+mkdir -p "$TARGET" && cd "$TARGET" || exit 1
+for entry in ..?* .[!.]* *; do rm -rf -- "$entry" || exit 1; done
+pwd -P
+"""
 
 _WITH_STDIN = 'exec <"$1" && rm -f "$1"; exec "$0" -c "$2"'
 
@@ -324,13 +332,34 @@ class DockerRuntime(Runtime):
         on_stdout: Callable[[bytes], None] | None = None,
         on_stderr: Callable[[bytes], None] | None = None,
     ) -> ExecResult:
-        output = Output(on_stdout, on_stderr)
+        return await self._exec(
+            command,
+            user=self._options.user,
+            cwd=cwd,
+            env=env,
+            stdin=stdin,
+            timeout=timeout,
+            output=Output(on_stdout, on_stderr),
+        )
+
+    async def _exec(
+        self,
+        command: str,
+        *,
+        user: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        stdin: bytes | None = None,
+        timeout: float | None = None,
+        output: Output | None = None,
+    ) -> ExecResult:
+        output = output or Output(None, None)
         marker = uuid.uuid4().hex
         try:
             with anyio.move_on_after(timeout):
                 run = await self._container.exec(
                     await self._words(command, stdin, marker),
-                    user=self._options.user,
+                    user=user,
                     environment={
                         "SESSION_DIR": SESSION_DIR,
                         **self.request.spec.env,
@@ -433,6 +462,7 @@ class DockerRuntime(Runtime):
             raise RuntimeError(f"cannot upload to {target!r}: {made.stderr.strip()}")
 
     async def _put(self, target: str, data: IO[bytes]) -> None:
+        """Unpack `data` in the root, from where the daemon takes links to lead out of nothing."""
         if not target.startswith("/"):
             raise ValueError(f"the target {target!r} of an upload is no absolute path")
         if any(Path(target).is_relative_to(folder) for folder in _VIRTUAL):
@@ -444,12 +474,39 @@ class DockerRuntime(Runtime):
 
     async def download(self, source: str, target: Path) -> None:
         with _scratch_file(self.request.scratch_dir) as file:
-            await self._get(source, archive.Bounded(file.write, repr(source)))
+            await self._get(source, archive.Bounded(file, repr(source)))
             file.seek(0)
             left_out = await anyio.to_thread.run_sync(archive.unpack, file, target)
         self.notes += archive.notes(source, left_out)
 
-    async def _get(self, source: str, write: Callable[[bytes], None]) -> None:
+    async def export(self, source: str, file: IO[bytes]) -> None:
+        # The dot has the daemon name everything from the folder, and not by the folder's own name.
+        await self._get(f"{source}/.", archive.Bounded(file, repr(source)))
+
+    async def import_(self, target: str, file: IO[bytes]) -> None:
+        mounted = [volume.split(":")[1] for volume in self._options.volumes]
+        for folder in map(Path, mounted):
+            if folder.is_relative_to(target) or Path(target).is_relative_to(folder):
+                raise ValueError(
+                    f"{target!r} cannot be replaced: runtime.kwargs.volumes mounts {str(folder)!r}"
+                )
+        cleared = await self._exec(
+            _CLEAR,
+            user="0",
+            cwd="/",
+            env={"TARGET": target},
+            timeout=_CLEAR_SECONDS,
+        )
+        if cleared.return_code != 0:
+            raise RuntimeError(f"{target!r} could not be cleared: {cleared.stderr.strip()}")
+        place = cleared.stdout.removesuffix("\n")
+        file.seek(0)
+        with _scratch_file(self.request.scratch_dir) as moved:
+            await anyio.to_thread.run_sync(archive.move, file, place, moved)
+            moved.seek(0)
+            await self._put(target, moved)
+
+    async def _get(self, source: str, into: archive.Writable) -> None:
         for _ in range(2):
             async with self._docker.session.get(
                 self._archive_url(), params={"path": source}
@@ -460,7 +517,7 @@ class DockerRuntime(Runtime):
                     source = stat["linkTarget"]
                     continue
                 async for chunk in answer.content.iter_chunked(1 << 18):
-                    write(chunk)
+                    into.write(chunk)
                 return
 
     async def _raise_for(self, answer: aiohttp.ClientResponse, what: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import anyio
 import anyio.abc
@@ -24,7 +24,7 @@ import msgspec
 
 from evaluators.base import ExecResult
 from polar_gateway.protocol import SESSION_DIR, RuntimeSpec
-from polar_gateway.runtimes import archive, supervise
+from polar_gateway.runtimes import archive, supervise, trees
 from polar_gateway.runtimes.base import Runtime, RuntimeRequest
 from polar_gateway.runtimes.streams import Output
 
@@ -232,9 +232,44 @@ class LocalRuntime(Runtime):
 
     async def download(self, source: str, target: Path) -> None:
         left_out = await anyio.to_thread.run_sync(
-            _copy_out, Path(self.inside(source)), target, self.request.scratch_dir
+            _copy_out, self._followed(source), target, self.request.scratch_dir
         )
         self.notes += archive.notes(source, left_out)
+
+    async def export(self, source: str, file: IO[bytes]) -> None:
+        folder = self._followed(source)
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{str(folder)!r} is no folder")
+        bounded = archive.Bounded(file, repr(source))
+        await anyio.to_thread.run_sync(archive.pack, folder, ".", None, bounded)
+
+    async def import_(self, target: str, file: IO[bytes]) -> None:
+        await anyio.to_thread.run_sync(_replace, self._own_folder(target), file)
+
+    def _own_folder(self, target: str) -> Path:
+        """The folder `target` means, links followed; ValueError for one outside the session's."""
+        folder = Path(self.inside(target)).resolve()
+        if not folder.is_relative_to(self._folders["session"].resolve()):
+            raise ValueError(
+                f"{target!r} cannot be replaced: it is no folder of session"
+                f" {self.request.session_id} but of the host, which local would empty"
+            )
+        return folder
+
+    def _followed(self, source: str) -> Path:
+        """The file or folder `source` means, a link followed as far as the session's own folders.
+
+        Raises ValueError for a link that leads out of them: the gateway's user may read more there
+        than a reader of its artifacts should.
+        """
+        path = Path(self.inside(source))
+        own = self.request.scratch_dir.resolve()
+        real = path.resolve(strict=True)
+        if real.is_relative_to(own):
+            return real
+        if path.is_relative_to(self.request.scratch_dir.absolute()) or path.is_symlink():
+            raise ValueError(f"{source!r} leads out of the folders of the session")
+        return real
 
     async def write(self, path: str, content: bytes, mode: int = 0o600) -> None:
         await anyio.to_thread.run_sync(_write, Path(self.inside(path)), content, mode)
@@ -252,7 +287,7 @@ class LocalRuntime(Runtime):
         await self.cancel()
         with anyio.CancelScope(shield=True):
             for folder in self._folders.values():
-                await anyio.to_thread.run_sync(_remove, folder)
+                await anyio.to_thread.run_sync(trees.remove_tree, folder)
 
 
 async def _copy(stream: anyio.abc.ByteReceiveStream, write: Callable[[bytes], None]) -> None:
@@ -292,17 +327,13 @@ def _write(file: Path, content: bytes, mode: int) -> None:
 def _copy_out(source: Path, target: Path, scratch: Path) -> list[str]:
     """By way of an archive, so that links and special files fare as from any runtime."""
     with tempfile.TemporaryFile(dir=scratch) as file:
-        archive.pack(source, source.name, None, file)
+        archive.pack(source, source.name, None, archive.Bounded(file, repr(str(source))))
         file.seek(0)
         return archive.unpack(file, target)
 
 
-def _remove(folder: Path) -> None:
-    if not folder.exists():
-        return
-    for parent, children, _ in os.walk(folder):
-        for child in children:
-            # A folder that was made unreadable would keep its content.
-            if not os.path.islink(path := os.path.join(parent, child)):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder)
+def _replace(folder: Path, content: IO[bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    trees.clear(folder)
+    content.seek(0)
+    archive.unpack_verbatim(content, folder)

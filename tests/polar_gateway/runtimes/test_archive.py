@@ -119,12 +119,12 @@ def test_hard_links_within_the_tree_are_kept(tmp_path: Path) -> None:
 
 
 def test_too_much_is_refused() -> None:
-    taken: list[bytes] = []
-    bounded = archive.Bounded(taken.append, "'/big'", limit=10)
-    bounded(b"12345")
+    taken = io.BytesIO()
+    bounded = archive.Bounded(taken, "'/big'", limit=10)
+    bounded.write(b"12345")
     with pytest.raises(ValueError, match="'/big' is larger than 10 bytes"):
-        bounded(b"678901")
-    assert taken == [b"12345"]
+        bounded.write(b"678901")
+    assert taken.getvalue() == b"12345"
 
 
 def test_too_many_entries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

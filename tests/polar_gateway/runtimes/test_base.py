@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -228,6 +229,40 @@ async def test_links_and_pipes_that_lead_out_are_left_out_of_a_download(
     assert list((tmp_path / "d" / "sub").iterdir()) == []
     assert "left out" in place.notes[-1]
     assert "absolute" in place.notes[-1]
+
+
+async def test_a_folder_moves_to_another_place_just_as_it_is(
+    open_place: OpenPlace, tmp_path: Path
+) -> None:
+    agent, fresh = await open_place(), await open_place()
+    await agent.exec(
+        "mkdir -p w/bin w/closed; echo x > w/file; ln w/file w/bin/twin; mkfifo w/pipe;"
+        " ln -s /bin/sh w/bin/sh; ln -s ../../.. w/bin/up; ln -s nowhere w/dangling;"
+        " ln -s /etc w/etc; touch w/.hidden \"w/$(printf 'a\\377b')\";"
+        " chmod 500 w/closed; chmod 755 w/file; touch -d '2020-01-01 00:00' w/file w/bin"
+    )
+    await fresh.exec(
+        "mkdir -p w/old/deep; echo x > w/old/deep/x; ln -s /etc w/oldlink; echo y > w/y"
+    )
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        await agent.export("/polar/session/w", file)
+        await fresh.import_("/polar/session/w", file)
+    listing = (
+        "cd w && ls -A | grep -v pipe && ls -l bin closed | cut -c1-10 && readlink bin/sh bin/up"
+        " dangling etc; bin/sh -c 'echo ran'; stat -c '%a %Y' file bin closed; [ file -ef bin/twin ];"
+        " echo $?"
+    )
+    there, here = await agent.exec(listing), await fresh.exec(listing)
+    assert here.stdout == there.stdout
+    assert here.stdout.endswith("\n0\n")
+    assert "ran" in here.stdout
+    assert (await fresh.exec("ls -A w/bin")).stdout.split() == ["sh", "twin", "up"]
+    assert fresh.notes == agent.notes
+
+
+async def test_moving_what_is_not_there_names_it(place: Runtime, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file, pytest.raises(FileNotFoundError, match="nothing"):
+        await place.export("/polar/session/nothing", file)
 
 
 async def test_a_written_file_has_its_mode_and_its_parents(place: Runtime) -> None:
