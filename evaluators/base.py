@@ -70,7 +70,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """A reward strategy (paper §3.5). Infrastructure failures raise; they are never 0.0."""
+    """A reward strategy (paper §3.5): what the agent did is a reward, what broke is an exception."""
 
     name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]]
@@ -81,4 +81,11 @@ class Evaluator(Protocol):
 
     def __init__(self, config: Any) -> None: ...
 
-    async def evaluate(self, context: EvaluationContext) -> Evaluation: ...
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Raises when it could not judge, for reasons that are not the agent's.
+
+        Whatever it raises is an infrastructure failure: the session has no reward, which is not
+        0.0, and may be attempted again. Tests that fail, are missing or never end are judged.
+        What it blocks on, or reads at length, it leaves to a thread: the loop is everyone's.
+        """
+        ...

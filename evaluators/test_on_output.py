@@ -5,6 +5,8 @@ may have replaced the tests, the runner or the shell, and can forge every line o
 fresh runtime (`refresh_runtime`) is the answer where that matters.
 """
 
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -19,7 +21,13 @@ NOT_RUN = (126, 127)
 """The shell's exit statuses for a command that could not be executed or was not found."""
 
 OUTPUT_NAME = "test_output.txt"
-"""The artifact that holds everything the command wrote."""
+"""The artifact that holds what the command wrote."""
+
+MAX_STREAM = 8 << 20
+"""Bytes of each of the command's streams that are kept and read, from the end."""
+
+MAX_MISMATCHES = 200
+"""Mismatches that a report names; of the others it has the number."""
 
 MARGIN_SECONDS = 30.0
 """For writing and reading beside the command's own time."""
@@ -59,8 +67,13 @@ class TestOnOutput:
         self.seconds_needed = config.timeout_seconds + MARGIN_SECONDS
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Raises RuntimeError when the tests could not be run at all, TimeoutError when the session
-        left them less than their own time and that ran out."""
+        """Grade what the tests say; raises only where that says nothing about the agent.
+
+        RuntimeError when the session has no runtime left, or the command could not be run at all
+        (an agent can bring that about in its own runtime, but so can a mistake in the task, and
+        a test run that did not take place is no 0.0); TimeoutError when the session left the
+        tests less than their own time and that ran out; and whatever the workspace raises.
+        """
         config = self.config
         if context.workspace is None:
             raise RuntimeError(f"session {context.session_id} has no runtime left to run tests in")
@@ -69,7 +82,7 @@ class TestOnOutput:
             config.test_command, cwd=config.cwd, env={**context.env, **config.env}, timeout=timeout
         )
         if result.return_code == TIMED_OUT and timeout < config.timeout_seconds:
-            _keep(context.artifacts_dir, result)
+            await anyio.to_thread.run_sync(_keep, context.artifacts_dir, result)
             raise TimeoutError(
                 f"the tests of session {context.session_id} had {timeout:g} s left of their "
                 f"{config.timeout_seconds:g} s and did not finish"
@@ -81,19 +94,24 @@ class TestOnOutput:
 
 
 def _keep(artifacts_dir: Path, result: ExecResult) -> str:
-    """Write what the tests said to the artifacts and return it."""
-    output = f"{result.stdout}\n{result.stderr}"
+    """Write what the tests said to the artifacts and return it, both no more than can be encoded."""
+    streams = [_tail(result.stdout), _tail(result.stderr)]
     artifacts_dir.mkdir(parents=True, exist_ok=True)
-    (artifacts_dir / OUTPUT_NAME).write_text(output, "utf-8", errors="replace")
-    return output
+    (artifacts_dir / OUTPUT_NAME).write_bytes(b"\n".join(streams))
+    return "\n".join(stream.decode("utf-8", "ignore") for stream in streams)
+
+
+def _tail(text: str) -> bytes:
+    """The last MAX_STREAM bytes of `text`, with "?" for a lone surrogate, which has no UTF-8."""
+    return text[-MAX_STREAM:].encode("utf-8", "replace")[-MAX_STREAM:]
 
 
 def grade(config: TestOnOutputConfig, result: ExecResult, output: str) -> Evaluation:
     """The evaluation of a finished (or timed out) test run. Raises RuntimeError if none took place."""
-    statuses = parse(output, config.parser)
+    statuses, skipped_lines = parse(output, config.parser)
     if result.return_code in NOT_RUN and not statuses:
         raise RuntimeError(
-            f"the test command could not be run (exit status {result.return_code}): {output.strip()[-500:]}"
+            f"the test command could not be run (exit status {result.return_code}): {output[-500:].strip()}"
         )
     expected = {canonical_name(name): status for name, status in config.expected.items()}
     mismatches = {
@@ -108,14 +126,16 @@ def grade(config: TestOnOutputConfig, result: ExecResult, output: str) -> Evalua
             if name not in expected
         }
     timed_out = result.return_code == TIMED_OUT
-    found = list(statuses.values())
+    counts = Counter(statuses.values())
     return Evaluation(
         outcome_reward=0.0 if mismatches or timed_out else 1.0,
         report={
             "counts": {
-                status: found.count(status) for status in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+                status: counts[status] for status in ("PASSED", "FAILED", "ERROR", "SKIPPED")
             },
-            "mismatches": mismatches,
+            "mismatches": dict(islice(mismatches.items(), MAX_MISMATCHES)),
+            "more_mismatches": max(0, len(mismatches) - MAX_MISMATCHES),
+            "skipped_lines": skipped_lines,
             "exit_code": result.return_code,
             "timed_out": timed_out,
             "output": OUTPUT_NAME,

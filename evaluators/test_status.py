@@ -1,15 +1,19 @@
 """Test statuses read from the output of test runners. Pure: text in, name -> status out.
 
 The last word on a test is its worst: a test that passed and then broke in its teardown is an ERROR.
+
+The output is hostile: whoever wrote it may wish to stop the reader. Lines are taken apart at words,
+and each expression is anchored or ends within a few characters, so that the work is proportional
+to the text.
 """
 
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Status = Literal["PASSED", "FAILED", "ERROR", "SKIPPED"]
 Parser = Literal["auto", "pytest", "unittest", "lines"]
 
-_WORST_LAST: tuple[Status, ...] = ("PASSED", "SKIPPED", "FAILED", "ERROR")
+_SEVERITY: dict[Status, int] = {"PASSED": 0, "SKIPPED": 1, "FAILED": 2, "ERROR": 3}
 
 _PYTEST: dict[str, Status] = {
     "PASSED": "PASSED",
@@ -30,60 +34,66 @@ _UNITTEST: dict[str, Status] = {
     "skipped": "SKIPPED",
 }
 
+_LINES: dict[str, Status] = {status: status for status in _SEVERITY}
+
 MAX_LINE = 4096
-"""Longer lines hold no status; matching them would only cost time."""
+"""Characters; longer lines are not looked at."""
+
+MAX_LINES = 200_000
+"""More than the 16 MiB that a runtime keeps of a run hold of ordinary lines; of more, the last."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_WORD = "|".join(_PYTEST)
-_NODE = r"(?P<name>[^\s\[]*(?:::|\.py)[^\s\[]*(?:\[.*?\])?)"
-_PYTEST_LINES = (
-    # -rA: "PASSED tests/test_a.py::test_x[a - b]", which never has a message
-    re.compile(rf"(?P<word>PASSED) {_NODE}"),
-    # -rA and -rfE: "FAILED tests/test_a.py::test_x[a b] - AssertionError: ..."
-    re.compile(rf"(?P<word>{_WORD}) {_NODE}(?: - .*)?"),
-    # -v: "tests/test_a.py::test_x PASSED   [ 50%]", "... SKIPPED (why) [ 50%]"
-    re.compile(rf"{_NODE} (?P<word>{_WORD})(?: \(.*\))?(?:\s+\[\s*\d+%\])?"),
-    # -v under xdist: "[gw0] [ 50%] PASSED tests/test_a.py::test_x"
-    re.compile(rf"\[gw\d+\] \[\s*\d+%\] (?P<word>{_WORD}) {_NODE}"),
-)
-_PYTEST_SKIPPED = re.compile(r"SKIPPED \[\d+\] (?P<place>\S+?:\d+): .*")
-"""-rA names the place of what was skipped, not the test: "SKIPPED [1] tests/test_a.py:10: why"."""
 
-_PYTEST_HEADING = re.compile(r"=+ (?P<title>.+?) =+")
+_PYTEST_STATUS = re.compile(rf" ({'|'.join(_PYTEST)})(?= \(|$)")
+"""Behind a test's name, with or without a reason."""
+
+_PYTEST_WORKER = re.compile(r"\[gw\d+\] \[\s*\d+%\] ")
 _PYTEST_CAPTURED = frozenset(
     {"FAILURES", "ERRORS", "PASSES", "XFAILURES", "XPASSES", "warnings summary"}
 )
 """Sections that hold what the tests themselves printed."""
 
-_UNITTEST_NAME = re.compile(r"(?P<test>\w+) \((?P<path>[\w.<>]+\.[\w<>]+)\)")
-_UNITTEST_START = re.compile(rf"(?P<name>{_UNITTEST_NAME.pattern})(?: \.\.\..*)?")
-_UNITTEST_VERDICT = re.compile(rf"(?P<word>{'|'.join(_UNITTEST)})(?: ['\"].*['\"])?")
-_UNITTEST_HEADING = re.compile(rf"(?P<word>FAIL|ERROR): (?P<name>{_UNITTEST_NAME.pattern})(?: .*)?")
-_LINES = (
-    re.compile(r"(?P<word>PASSED|FAILED|ERROR|SKIPPED):? +(?P<name>\S.*)"),
-    re.compile(r"(?P<name>\S.*?):? +(?P<word>PASSED|FAILED|ERROR|SKIPPED)"),
-)
+_UNITTEST_TEST = re.compile(r"\w+")
+_UNITTEST_PATH = re.compile(r"[\w.<>]+")
+_UNITTEST_VERDICT = re.compile(rf"({'|'.join(_UNITTEST)})(?: ['\"].*['\"])?")
 
 
-def parse(output: str, parser: Parser = "auto") -> dict[str, Status]:
-    """Status by test name; `auto` takes the first of pytest, unittest, lines that finds any."""
-    lines = [
-        line.rstrip() for line in _ESCAPE.sub("", output).splitlines() if len(line) <= MAX_LINE
-    ]
-    chosen = list(_PARSERS) if parser == "auto" else [parser]
-    for name in chosen:
+class Parsed(NamedTuple):
+    """What was read of an output."""
+
+    statuses: dict[str, Status]
+    """By test name."""
+    skipped_lines: int
+    """Lines that were not looked at: too long, or before the last MAX_LINES."""
+
+
+def parse(output: str, parser: Parser = "auto") -> Parsed:
+    """Read the statuses; `auto` takes the first of pytest, unittest, lines that finds any."""
+    lines, skipped_lines = _lines_of(output)
+    for name in _PARSERS if parser == "auto" else (parser,):
         if statuses := _PARSERS[name](lines):
-            return statuses
-    return {}
+            return Parsed(statuses, skipped_lines)
+    return Parsed({}, skipped_lines)
 
 
 def canonical_name(name: str) -> str:
     """unittest's "test_x (mod.Class.test_x)", or "(mod.Class)" before 3.11, as "mod.Class.test_x"."""
-    match = _UNITTEST_NAME.fullmatch(name)
-    if match is None:
-        return name
-    test, path = match["test"], match["path"]
-    return path if path.rpartition(".")[2] == test else f"{path}.{test}"
+    return _unittest_name(name) or name
+
+
+def _lines_of(output: str) -> tuple[list[str], int]:
+    """The lines to look at, without colours and trailing space, and the number of the others."""
+    lines = output.replace("\r\n", "\n").replace("\r", "\n").rsplit("\n", MAX_LINES)
+    skipped = 0
+    if len(lines) > MAX_LINES:
+        skipped = lines.pop(0).count("\n") + 1
+    kept = []
+    for line in lines:
+        if len(line) > MAX_LINE:
+            skipped += 1
+        else:
+            kept.append(_ESCAPE.sub("", line).rstrip() if "\x1b" in line else line.rstrip())
+    return kept, skipped
 
 
 def _pytest(lines: list[str]) -> dict[str, Status]:
@@ -91,18 +101,79 @@ def _pytest(lines: list[str]) -> dict[str, Status]:
     skipped_places: dict[str, Status] = {}
     reading = True
     for line in lines:
-        if heading := _PYTEST_HEADING.fullmatch(line):
-            reading = heading["title"] not in _PYTEST_CAPTURED
+        if line.startswith("="):
+            title = line.strip("=")
+            if title[:1] == title[-1:] == " ":
+                reading = title.strip(" ") not in _PYTEST_CAPTURED
         if not reading:
             continue
-        if skipped := _PYTEST_SKIPPED.fullmatch(line):
-            skipped_places[skipped["place"]] = "SKIPPED"
-        for pattern in _PYTEST_LINES:
-            if match := pattern.fullmatch(line):
-                _note(statuses, match["name"], _PYTEST[match["word"]])
-                break
+        if found := _pytest_line(line):
+            _note(statuses, *found)
+        elif place := _skipped_place(line):
+            skipped_places[place] = "SKIPPED"
     # Where -v has named the skipped tests, their places would count them twice.
     return statuses if "SKIPPED" in statuses.values() else {**statuses, **skipped_places}
+
+
+def _pytest_line(line: str) -> tuple[str, Status] | None:
+    """The test and the status that one line names.
+
+    -rA: "PASSED tests/test_a.py::test_x[a - b]", "FAILED tests/test_a.py::test_x[a b] - message";
+    -v under xdist: "[gw0] [ 50%] PASSED tests/test_a.py::test_x".
+    """
+    worker = _PYTEST_WORKER.match(line)
+    word, _, rest = line[worker.end() if worker else 0 :].partition(" ")
+    if word not in _PYTEST:
+        return None if worker else _pytest_verbose(line)
+    is_all_name = worker or (word == "PASSED" and _is_node(rest))
+    name = rest if is_all_name else _before_message(rest)
+    return (name, _PYTEST[word]) if _is_node(name) else None
+
+
+def _pytest_verbose(line: str) -> tuple[str, Status] | None:
+    """-v: "tests/test_a.py::test_x[a b] SKIPPED (why)   [ 50%]"."""
+    if line.endswith("%]"):
+        before, _, percent = line.rpartition("[")
+        if before[-1:].isspace() and percent[:-2].strip().isdecimal():
+            line = before.rstrip()
+    head = line.partition("[")[0].partition(" ")[0]
+    if not _is_node(head):
+        return None
+    for match in _PYTEST_STATUS.finditer(line):
+        end = match.start()
+        is_name = end == len(head) or (line[len(head)] == "[" and line[end - 1] == "]")
+        if is_name and (match.end() == len(line) or line.endswith(")")):
+            return line[:end], _PYTEST[match[1]]
+    return None
+
+
+def _is_node(text: str) -> bool:
+    """Whether `text` is a file or test of pytest's: one word, then perhaps parameters in brackets."""
+    head, bracket, _ = text.partition("[")
+    return (
+        ("::" in head or ".py" in head)
+        and head.split() == [head]
+        and (not bracket or text.endswith("]"))
+    )
+
+
+def _before_message(text: str) -> str:
+    """What stands before " - message", which parameters in brackets may hold too."""
+    head, bracket, _ = text.partition("[")
+    if not bracket or " " in head:
+        return text.partition(" - ")[0]
+    end = text.find("] - ", len(head))
+    return text if end < 0 else text[: end + 1]
+
+
+def _skipped_place(line: str) -> str | None:
+    """-rA names the place of what was skipped, not the test: "SKIPPED [1] tests/test_a.py:10: why"."""
+    match line.split(" ", 3):
+        case ["SKIPPED", count, place, _] if count[:1] + count[-1:] == "[]":
+            path, _, number = place.removesuffix(":").rpartition(":")
+            if path and number.isdecimal() and count[1:-1].isdecimal() and place.endswith(":"):
+                return f"{path}:{number}"
+    return None
 
 
 def _unittest(lines: list[str]) -> dict[str, Status]:
@@ -110,31 +181,56 @@ def _unittest(lines: list[str]) -> dict[str, Status]:
     statuses: dict[str, Status] = {}
     running: str | None = None
     for line in lines:
-        if match := _UNITTEST_HEADING.fullmatch(line):
-            _note(statuses, canonical_name(match["name"]), _UNITTEST[match["word"]])
+        if broken := _unittest_heading(line):
+            _note(statuses, *broken)
             continue
-        if match := _UNITTEST_START.fullmatch(line):
-            running = canonical_name(match["name"])
-        verdict = _UNITTEST_VERDICT.fullmatch(line.rpartition(" ... ")[2])
-        if running is not None and verdict is not None:
-            _note(statuses, running, _UNITTEST[verdict["word"]])
-            running = None
+        running = _unittest_name(line.partition(" ...")[0]) or running
+        if running is not None:
+            verdict = _UNITTEST_VERDICT.fullmatch(line.rpartition(" ... ")[2])
+            if verdict is not None:
+                _note(statuses, running, _UNITTEST[verdict[1]])
+                running = None
     return statuses
+
+
+def _unittest_heading(line: str) -> tuple[str, Status] | None:
+    """ "FAIL: test_x (mod.Class.test_x) (part=0)" of a part, or without one."""
+    word, _, rest = line.partition(": ")
+    if word not in ("FAIL", "ERROR"):
+        return None
+    end = rest.find(")") + 1
+    name = _unittest_name(rest[:end])
+    return (name, _UNITTEST[word]) if name and rest[end : end + 1] in ("", " ") else None
+
+
+def _unittest_name(text: str) -> str | None:
+    """The dotted name of "test_x (mod.Class.test_x)" or "test_x (mod.Class)"; None for other text."""
+    test, _, path = text.partition(" (")
+    path, closing, rest = path.partition(")")
+    parent, _, last = path.rpartition(".")
+    if not closing or rest or not parent or not last:
+        return None
+    if not _UNITTEST_TEST.fullmatch(test) or not _UNITTEST_PATH.fullmatch(path):
+        return None
+    return path if last == test else f"{path}.{test}"
 
 
 def _plain(lines: list[str]) -> dict[str, Status]:
     statuses: dict[str, Status] = {}
-    for line in lines:
-        for pattern in _LINES:
-            if match := pattern.fullmatch(line.strip()):
-                _note(statuses, match["name"], _PYTEST[match["word"]])
-                break
+    for line in map(str.strip, lines):
+        word, _, name = line.partition(" ")
+        status = _LINES.get(word.removesuffix(":"))
+        if status is None or not name:
+            name, _, word = line.rpartition(" ")
+            name, status = name.rstrip(" ").removesuffix(":"), _LINES.get(word)
+        if status is not None and name:
+            _note(statuses, name.lstrip(), status)
     return statuses
 
 
 def _note(statuses: dict[str, Status], name: str, status: Status) -> None:
-    known = statuses.get(name, status)
-    statuses[name] = max(known, status, key=_WORST_LAST.index)
+    if _SEVERITY[status] >= _SEVERITY[statuses.get(name, status)]:
+        statuses[name] = status
 
 
 _PARSERS = {"pytest": _pytest, "unittest": _unittest, "lines": _plain}

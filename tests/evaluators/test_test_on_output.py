@@ -1,13 +1,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import evaluators
 from builders.base import SpecError
 from evaluators.base import Evaluation, Evaluator, EvaluatorSpec, ExecResult
+from evaluators.test_on_output import MAX_MISMATCHES, MAX_STREAM, grade
 from evaluators.test_on_output import TestOnOutputConfig as Config
-from evaluators.test_on_output import grade
 from tests.evaluators.workspace import FolderWorkspace, context
 
 
@@ -29,6 +30,8 @@ async def test_the_expected_statuses_earn_the_reward(tmp_path: Path) -> None:
     assert evaluation.report == {
         "counts": {"PASSED": 1, "FAILED": 1, "ERROR": 0, "SKIPPED": 0},
         "mismatches": {},
+        "more_mismatches": 0,
+        "skipped_lines": 0,
         "exit_code": 1,
         "timed_out": False,
         "output": "test_output.txt",
@@ -62,6 +65,66 @@ async def test_a_failure_may_be_what_is_expected(tmp_path: Path) -> None:
 async def test_both_streams_are_read_and_kept(tmp_path: Path) -> None:
     await run(tmp_path, "echo out; echo 'adds PASSED' >&2")
     assert (tmp_path / "artifacts" / "test_output.txt").read_text() == "out\n\nadds PASSED\n"
+
+
+async def test_a_report_names_some_of_many_mismatches_and_counts_the_rest(tmp_path: Path) -> None:
+    count = MAX_MISMATCHES + 50
+    evaluation = await run(
+        tmp_path,
+        f'for i in $(seq {count}); do echo "FAILED t$i"; done; echo PASSED adds',
+        match="exact",
+    )
+    assert evaluation.outcome_reward == 0.0
+    assert evaluation.report["counts"]["FAILED"] == count
+    assert len(evaluation.report["mismatches"]) == MAX_MISMATCHES
+    assert evaluation.report["more_mismatches"] == 50
+
+
+async def test_lines_without_end_are_counted(tmp_path: Path) -> None:
+    evaluation = await run(tmp_path, "printf 'PASSED adds\n%05000d FAILED\n' 1")
+    assert evaluation.outcome_reward == 1.0
+    assert evaluation.report["skipped_lines"] == 1
+
+
+async def test_tests_may_have_any_names(tmp_path: Path) -> None:
+    names = ["ünï 漢 😀", "nul \0 and \x1b", 'a "quoted" \\ name', "a\u2028b"]
+    (tmp_path / "said").write_text("".join(f"PASSED {name}\n" for name in names))
+    evaluation = await run(tmp_path, "cat said", expected=dict.fromkeys(names, "PASSED"))
+    assert evaluation.outcome_reward == 1.0
+    evaluation = await run(tmp_path, "cat said", match="exact")
+    assert set(evaluation.report["mismatches"]) == {"adds", *names}
+    assert msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation) == evaluation
+
+
+class Runtime(FolderWorkspace):
+    """A runtime whose commands all end with one result."""
+
+    def __init__(self, folder: Path, result: ExecResult) -> None:
+        super().__init__(folder)
+        self.result = result
+
+    async def exec(self, *arguments: Any, **options: Any) -> ExecResult:
+        return self.result
+
+
+async def graded(tmp_path: Path, **result: Any) -> Evaluation:
+    workspace = Runtime(tmp_path, ExecResult(return_code=0, **result))
+    return await evaluator("x", match="exact").evaluate(context(tmp_path, workspace=workspace))
+
+
+async def test_text_that_has_no_encoding_is_replaced(tmp_path: Path) -> None:
+    evaluation = await graded(tmp_path, stdout="PASSED adds\n", stderr="FAILED half \ud83d")
+    assert set(evaluation.report["mismatches"]) == {"half ?"}
+    assert msgspec.json.encode(evaluation)
+    kept = (tmp_path / "artifacts" / "test_output.txt").read_text()
+    assert kept == "PASSED adds\n\nFAILED half ?"
+
+
+async def test_of_an_endless_stream_the_end_is_kept(tmp_path: Path) -> None:
+    evaluation = await graded(tmp_path, stdout="é" * MAX_STREAM, stderr="\nPASSED adds")
+    assert evaluation.outcome_reward == 1.0
+    kept = (tmp_path / "artifacts" / "test_output.txt").stat().st_size
+    assert kept == MAX_STREAM + len("\n\nPASSED adds")
 
 
 async def test_unittest_names_may_be_given_as_unittest_prints_them(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from evaluators.test_status import MAX_LINE, Parser, canonical_name, parse
+from evaluators import test_status
+from evaluators.test_status import MAX_LINE, MAX_LINES, Parser, Status, canonical_name
 
 PYTEST_CASES = """
 import pytest
@@ -93,6 +95,10 @@ UNITTEST_STATUSES = {
 }
 
 
+def parse(output: str, parser: Parser = "auto") -> dict[str, Status]:
+    return test_status.parse(output, parser).statuses
+
+
 def run(folder: Path, *arguments: str) -> str:
     """What a test runner says, both streams in order."""
     done = subprocess.run(
@@ -179,8 +185,51 @@ def test_the_worst_of_several_words_on_a_test_counts() -> None:
     assert parse("FAILED a.py::x\nSKIPPED a.py::x") == {"a.py::x": "FAILED"}
 
 
-def test_endless_lines_are_passed_over() -> None:
-    assert parse("PASSED " + "x" * MAX_LINE + "\nPASSED y") == {"y": "PASSED"}
+def test_endless_lines_are_passed_over_and_counted() -> None:
+    read = test_status.parse("PASSED " + "x" * MAX_LINE + "\nPASSED y")
+    assert read == ({"y": "PASSED"}, 1)
+
+
+def test_of_endless_many_lines_the_last_are_read_and_the_others_counted() -> None:
+    read = test_status.parse("PASSED x\n" * MAX_LINES + "PASSED y\nPASSED z\n")
+    assert read == ({"x": "PASSED", "y": "PASSED", "z": "PASSED"}, 3)
+    assert test_status.parse("PASSED x" + "\n" * MAX_LINES) == ({}, 1)
+
+
+def test_every_kind_of_line_end_is_one() -> None:
+    assert parse("PASSED x\r\nPASSED y\r50%\rPASSED z") == dict.fromkeys("xyz", "PASSED")
+
+
+HOSTILE = {
+    "colons": "FAILED " + "::" * 2040 + " x",
+    "spaces": "x" + " " * 4090 + "y",
+    "spaces before a percentage": "a.py" + " " * 4080 + "[1%]",
+    "dots": "a (" + "a." * 2040 + "!",
+    "names within names": "a (" * 1300 + "a",
+    "brackets": "::" * 1000 + "[" + "]" * 2000 + "x",
+    "open brackets": ".py[" * 1000 + "x",
+    "messages": "FAILED a.py[" + "] - " * 1000,
+    "statuses": "a.py[" + "] PASSED" * 500 + " (x",
+    "workers": "[gw" + "1" * 4000,
+    "quotes": 't (a.b)\nok "' + '"' * 4000 + "x",
+    "escapes": "\x1b[m" * 1300,
+    "cut escapes": "\x1b[" + "0" * 4000,
+    "headings": "= " * 2000,
+    "line ends": "\r" * 4000,
+    "nothing": "",
+    "pytest's own": "tests/a.py::test_x[a b] PASSED [ 50%]",
+    "unittest's own": "test_x (m.C.test_x) ... ok",
+    "one endless line": "PASSED " * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("parser", ["pytest", "unittest", "lines"])
+def test_hostile_output_is_read_in_the_time_of_its_length(line: str, parser: Parser) -> None:
+    output = (line + "\n") * ((8 << 20) // (len(line) + 1))
+    began = time.process_time()
+    parse(output, parser)
+    assert time.process_time() - began < 5  # half a second here, for most a tenth
 
 
 def test_unittest_names_are_dotted_paths_and_others_stay() -> None:
