@@ -300,10 +300,14 @@ async def run_harness(
                 on_stderr=err.write,
             )
     stdout, stderr = (t.replace(secret.encode(), HIDDEN.encode()) for t in (out.tail, err.tail))
-    timed_out = result.return_code == -1
+    if result.return_code == -1:
+        end = None
+    else:
+        with boundary("harness", f"the adapter {adapter.name} could not judge the harness's end"):
+            end = adapter.ended(result.return_code, stdout, stderr)
     return HarnessRun(
-        timed_out=timed_out,
-        end=None if timed_out else adapter.ended(result.return_code, stdout, stderr),
+        timed_out=end is None,
+        end=end,
         stdout_tail=stdout.decode("utf-8", "replace"),
         stderr_tail=stderr.decode("utf-8", "replace"),
     )
