@@ -163,8 +163,8 @@ def move(content: IO[bytes], folder: str, into: Writable) -> None:
             if entry.islnk():
                 entry.linkname = f"{prefix}/{entry.linkname}"
             # Its long names, which would be written in place of these.
-            for name in ("path", "linkpath"):
-                entry.pax_headers.pop(name, None)
+            names = ("path", "linkpath")
+            entry.pax_headers = {k: v for k, v in entry.pax_headers.items() if k not in names}
             target.addfile(entry, source.extractfile(entry) if entry.isreg() else None)
 
 
@@ -232,11 +232,10 @@ def _unpack_file(source: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) 
 class Bounded:
     """Passes what is written on to `into`; raises ValueError once it is more than `limit` bytes."""
 
-    def __init__(self, into: Writable, what: str, limit: int = MAX_BYTES) -> None:
+    def __init__(self, into: Writable, what: str, limit: int | None = None) -> None:
         self._into = into
         self._what = what
-        self._limit = limit
-        self._left = limit
+        self._limit = self._left = MAX_BYTES if limit is None else limit
 
     def write(self, chunk: bytes, /) -> None:
         self._left -= len(chunk)

@@ -1,11 +1,13 @@
 """What a runtime is: an isolated place with a file system in which commands run and can be killed."""
 
+import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import IO, ClassVar
 
+import anyio
 import msgspec
 
 from evaluators.base import ExecResult
@@ -44,6 +46,22 @@ class RuntimeRequest(msgspec.Struct, kw_only=True, frozen=True):
     unless `model_port` is None."""
     mount_roots: tuple[Path, ...] = ()
     """Folders of the gateway's host below which `spec.kwargs` may mount; empty: none."""
+
+
+STOP_SECONDS = 20.0
+"""How long a runtime may take to kill, and how long to remove; less than who asks for it waits."""
+
+
+@contextlib.contextmanager
+def to_the_end(what: str, seconds: float = STOP_SECONDS) -> Iterator[None]:
+    """What must be done also when it is cancelled, though not for ever.
+
+    Raises TimeoutError, saying `what` was not done, after `seconds`.
+    """
+    with anyio.move_on_after(seconds, shield=True) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise TimeoutError(f"{what} was not done within {seconds:g} s")
 
 
 class RuntimeUnavailableError(Exception):

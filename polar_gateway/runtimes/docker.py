@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +28,7 @@ from yarl import URL
 from evaluators.base import ExecResult
 from polar_gateway.protocol import SESSION_DIR, RuntimeSpec
 from polar_gateway.runtimes import archive, netns, processes
-from polar_gateway.runtimes.base import Runtime, RuntimeRequest, RuntimeUnavailableError
+from polar_gateway.runtimes.base import Runtime, RuntimeRequest, RuntimeUnavailableError, to_the_end
 from polar_gateway.runtimes.streams import Output
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ DEFAULT_SOCKET = "/var/run/docker.sock"
 _MARKER = "POLAR_EXEC"
 _SWEEP_ROUNDS = 50
 _CONNECT_SECONDS = 10.0
+_CREATE_SECONDS = 60.0
 _REMOVE_SECONDS = 60.0
+_THAW_SECONDS = 5.0
 _CLEAR_SECONDS = 300.0
+_START_SECONDS = 600.0
 _VIRTUAL = ("/dev", "/proc", "/sys")
 """Where an upload would be written below a mount, and never be seen."""
 
@@ -181,6 +185,15 @@ def limits_not_met(spec: RuntimeSpec, host_cpus: int) -> list[str]:
     return notes
 
 
+def orphaned(state: str, age: float) -> bool:
+    """Whether a container in this state, `age` seconds after its creation, is nobody's any more.
+
+    One that runs has a live process at its lifeline. One that never started may be about to, for
+    another node that goes by the same name; until it is too old for that.
+    """
+    return state in ("exited", "dead") or (state == "created" and age > _START_SECONDS)
+
+
 class DockerRuntime(Runtime):
     """One container."""
 
@@ -210,11 +223,11 @@ class DockerRuntime(Runtime):
 
     @classmethod
     async def reap_orphans(cls, owner: str) -> int:
-        # One that runs has a live process at its lifeline; what is left is what never started.
-        states = ["created", "exited", "dead"]
         async with connected() as docker:
-            query = json.dumps({"label": [f"polar.owner={owner}"], "status": states})
-            orphans = await docker.containers.list(all="1", filters=query)
+            query = json.dumps({"label": [f"polar.owner={owner}"]})
+            found = await docker.containers.list(all="1", filters=query)
+            now = time.time()
+            orphans = [one for one in found if orphaned(one["State"], now - one["Created"])]
             for orphan in orphans:
                 await _remove(orphan)
             return len(orphans)
@@ -231,7 +244,7 @@ class DockerRuntime(Runtime):
         self._docker = await self._open.enter_async_context(connected())
         await self._have_image(spec.image)
         # A create whose answer is not awaited may still make a container that nobody knows.
-        with anyio.CancelScope(shield=True):
+        with to_the_end(f"creating {self._place}", _CREATE_SECONDS):
             self._container = await self._docker.containers.create(config)
             self._open.push_async_callback(_remove, self._container)
         await self._begin(spec.image)
@@ -308,7 +321,11 @@ class DockerRuntime(Runtime):
         return self._own <= {process.pid for process in processes.members(self._container.id)}
 
     def _gone(self) -> RuntimeError:
-        return RuntimeError(f"the container of session {self.request.session_id} is gone")
+        return RuntimeError(f"{self._place} is gone")
+
+    @property
+    def _place(self) -> str:
+        return f"the container of session {self.request.session_id}"
 
     @property
     def session_dir(self) -> str:
@@ -424,7 +441,7 @@ class DockerRuntime(Runtime):
 
     async def _kill(self, chosen: processes.Choice) -> None:
         """Kill what `chosen` picks until it picks none. Not to be cancelled, and bounded."""
-        with anyio.CancelScope(shield=True):
+        with to_the_end(f"killing the processes of {self._place}"):
             if await self._sweep(chosen):
                 return
             # Something forks faster than it dies; it cannot while it is frozen.
@@ -432,14 +449,17 @@ class DockerRuntime(Runtime):
             try:
                 await self._sweep(chosen, rounds=1)
             finally:
-                await self._container.unpause()
+                with to_the_end(f"thawing {self._place}", _THAW_SECONDS):
+                    await self._container.unpause()
             if not await self._sweep(chosen):
                 raise RuntimeError(
                     f"processes of session {self.request.session_id} could not be killed"
                 )
 
     async def _sweep(self, chosen: processes.Choice, rounds: int = _SWEEP_ROUNDS) -> bool:
-        return await anyio.to_thread.run_sync(processes.kill, self._container.id, chosen, rounds)
+        return await anyio.to_thread.run_sync(
+            processes.kill, self._container.id, chosen, rounds, abandon_on_cancel=True
+        )
 
     async def upload(self, source: Path, target: str) -> None:
         await self._make_parent(target)
@@ -538,7 +558,7 @@ class DockerRuntime(Runtime):
         )
 
     async def stop(self) -> None:
-        with anyio.CancelScope(shield=True):
+        with to_the_end(f"removing {self._place}"):
             await self._open.aclose()
 
 

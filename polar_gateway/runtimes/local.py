@@ -3,7 +3,8 @@
 A command runs as the gateway's user and sees the whole host; only its environment, its HOME and its
 temporary folder are its own. What can be kept is the promise that nothing outlives the session: each
 command has a supervisor to which its orphans return (see `supervise`), and which kills them all when
-this process asks or dies. A command that kills its supervisor breaks that promise too.
+this process asks or dies; one that does not answer is killed from here with all below it. A command
+that kills its supervisor breaks that promise too.
 """
 
 import os
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, ClassVar
 
@@ -25,7 +27,7 @@ import msgspec
 from evaluators.base import ExecResult
 from polar_gateway.protocol import SESSION_DIR, RuntimeSpec
 from polar_gateway.runtimes import archive, supervise, trees
-from polar_gateway.runtimes.base import Runtime, RuntimeRequest
+from polar_gateway.runtimes.base import Runtime, RuntimeRequest, to_the_end
 from polar_gateway.runtimes.streams import Output
 
 ISOLATES_NOTHING = (
@@ -34,6 +36,12 @@ ISOLATES_NOTHING = (
 )
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+_GRACE_SECONDS = 3.0
+"""How long a supervisor may take to kill, and its output to end thereafter."""
+
+_ROUNDS = 200
 
 
 class LocalOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,17 +57,39 @@ class Supervised:
         self.stays = False
         """The command is over, and something that it left in the background lives."""
 
-    def hang_up(self) -> None:
-        """Have everything killed that came of the command."""
+    async def kill(self) -> None:
+        """Kill all that came of the command, and wait for the end: by its supervisor or, when that
+        does not answer, over its head. The command could have stopped it."""
+        self._hang_up()
+        with anyio.move_on_after(_GRACE_SECONDS):
+            await self.process.wait()
+            return
+        await anyio.to_thread.run_sync(kill_tree, self.process.pid, abandon_on_cancel=True)
+        await self.process.wait()
+
+    def _hang_up(self) -> None:
         try:
             self.control.shutdown(socket.SHUT_WR)
         except OSError:  # the supervisor has ended, or does so this moment
             pass
 
-    async def ended(self) -> None:
-        """Wait for the end, and free what was held for it."""
-        await self.process.aclose()
+    async def free(self) -> None:
+        """Close what was held for a command that has ended."""
         self.control.close()
+        await self.process.aclose()
+
+
+def kill_tree(supervisor: int) -> None:
+    """Kill all below a supervisor, then it: without it, nobody would know what was below.
+
+    Blocks for about `_ROUNDS` times 10 ms where something cannot be killed.
+    """
+    for _ in range(_ROUNDS):
+        supervise.strike(supervisor)
+        if not supervise.descendants(supervisor):
+            break
+        time.sleep(0.01)
+    supervise.send(supervisor, signal.SIGKILL)
 
 
 def check(spec: RuntimeSpec) -> None:
@@ -152,10 +182,9 @@ class LocalRuntime(Runtime):
             raise group.exceptions[0] from None
         finally:
             if not supervised.stays:
-                with anyio.CancelScope(shield=True):
-                    supervised.hang_up()
-                    self._supervised.remove(supervised)
-                    await supervised.ended()
+                await self._kill([supervised])
+                self._supervised.remove(supervised)
+                await supervised.free()
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -170,7 +199,7 @@ class LocalRuntime(Runtime):
         for supervised in list(self._supervised):
             if supervised.stays and supervised.process.returncode is not None:
                 self._supervised.remove(supervised)
-                await supervised.ended()
+                await supervised.free()
 
     async def _spawn(
         self, command: str, cwd: str, env: dict[str, str], *, reads: bool
@@ -217,7 +246,9 @@ class LocalRuntime(Runtime):
                 status = control.recv(64)
             feeding.cancel()
             if limit.cancelled_caught:
-                supervised.hang_up()
+                await self._kill([supervised])
+            # Its end has come, unless something that escaped has got hold of it.
+            streams.cancel_scope.deadline = anyio.current_time() + _GRACE_SECONDS
         if limit.cancelled_caught:
             return output.result(-1)
         if not status:
@@ -275,19 +306,24 @@ class LocalRuntime(Runtime):
         await anyio.to_thread.run_sync(_write, Path(self.inside(path)), content, mode)
 
     async def cancel(self) -> None:
-        with anyio.CancelScope(shield=True):
-            supervised = list(self._supervised)
-            for one in supervised:
-                one.hang_up()
-            for one in supervised:
-                await one.process.wait()
-            await self._forget_ended()
+        await self._kill(self._supervised)
+        await self._forget_ended()
+
+    async def _kill(self, supervised: Iterable[Supervised]) -> None:
+        with to_the_end(f"killing the processes of session {self.request.session_id}"):
+            async with anyio.create_task_group() as kills:
+                for one in supervised:
+                    kills.start_soon(one.kill)
 
     async def stop(self) -> None:
-        await self.cancel()
-        with anyio.CancelScope(shield=True):
-            for folder in self._folders.values():
-                await anyio.to_thread.run_sync(trees.remove_tree, folder)
+        try:
+            await self.cancel()
+        finally:
+            with to_the_end(f"removing the folders of session {self.request.session_id}"):
+                for folder in self._folders.values():
+                    await anyio.to_thread.run_sync(
+                        trees.remove_tree, folder, abandon_on_cancel=True
+                    )
 
 
 async def _copy(stream: anyio.abc.ByteReceiveStream, write: Callable[[bytes], None]) -> None:

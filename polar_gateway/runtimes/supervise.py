@@ -130,21 +130,26 @@ def reap() -> tuple[dict[int, int], bool]:
 
 
 def kill_all() -> None:
-    """Kill descendants until none is left. First all are stopped, as what is stopped cannot fork.
+    """Kill descendants until none is left.
 
     Bounded, for the sake of processes that became another user's and are beyond us.
     """
     for _ in range(_KILL_ROUNDS):
-        stopped: set[int] = set()
-        while found := descendants() - stopped:
-            for pid in found:
-                send(pid, signal.SIGSTOP)
-            stopped |= found
-        for pid in stopped:
-            send(pid, signal.SIGKILL)
+        strike(os.getpid())
         if not reap()[1]:
             return
         time.sleep(0.005)
+
+
+def strike(root: int) -> None:
+    """Kill all that descends from `root`. First it is stopped, as what is stopped cannot fork."""
+    stopped: set[int] = set()
+    while found := descendants(root) - stopped:
+        for pid in found:
+            send(pid, signal.SIGSTOP)
+        stopped |= found
+    for pid in stopped:
+        send(pid, signal.SIGKILL)
 
 
 def send(pid: int, number: int) -> None:
@@ -152,20 +157,22 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def descendants() -> set[int]:
-    """All processes below this one."""
+def descendants(root: int) -> set[int]:
+    """All live processes below `root`."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
                 text = stat.read()
-                parents[int(name)] = int(text[text.rfind(b")") + 2 :].split()[1])
-    found = {os.getpid()}
+                state, parent = text[text.rfind(b")") + 2 :].split()[:2]
+                if state not in b"ZX":
+                    parents[int(name)] = int(parent)
+    found = {root}
     size = 0
     while size != len(found):
         size = len(found)
         found |= {pid for pid, parent in parents.items() if parent in found}
-    return found - {os.getpid()}
+    return found - {root}
 
 
 if __name__ == "__main__":

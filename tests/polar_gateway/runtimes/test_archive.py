@@ -131,3 +131,27 @@ def test_too_many_entries_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(archive, "MAX_ENTRIES", 3)
     with pytest.raises(ValueError, match="more than 3 entries"):
         archive.unpack(tar(FOLDER, *(entry(f"d/{n}") for n in range(5))), tmp_path / "d")
+
+
+def test_a_verbatim_copy_has_its_links_and_nothing_is_written_through_them(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    trap = tar(
+        entry("./in"),
+        entry("./link", tarfile.SYMTYPE, str(tmp_path)),
+        entry("./link/out"),
+        entry("./pipe", tarfile.FIFOTYPE),
+    )
+    with pytest.raises(FileExistsError):
+        archive.unpack_verbatim(trap, tmp_path / "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert (tmp_path / "t" / "link" / "out").is_file()
+    assert not (tmp_path / "t" / "pipe").exists()
+
+
+@pytest.mark.parametrize(
+    "bad", [entry("../out"), entry("/out"), entry("hard", tarfile.LNKTYPE, "../out")]
+)
+def test_a_verbatim_copy_stays_in_its_folder(tmp_path: Path, bad: tarfile.TarInfo) -> None:
+    (tmp_path / "t").mkdir()
+    with pytest.raises(ValueError, match="lies outside"):
+        archive.unpack_verbatim(tar(bad), tmp_path / "t")

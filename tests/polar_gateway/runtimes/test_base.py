@@ -11,7 +11,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from polar_gateway.runtimes.base import Runtime
+from polar_gateway.runtimes import archive
+from polar_gateway.runtimes.base import Runtime, to_the_end
+from polar_gateway.runtimes.trees import remove_tree
 from tests.polar_gateway.runtimes.conftest import OpenPlace, alive, until
 
 BINARY = bytes(range(256)) * 4096
@@ -231,6 +233,39 @@ async def test_links_and_pipes_that_lead_out_are_left_out_of_a_download(
     assert "absolute" in place.notes[-1]
 
 
+async def test_what_a_download_left_out_is_said_as_text(place: Runtime, tmp_path: Path) -> None:
+    await place.exec("mkdir d; ln -s /etc/passwd \"d/$(printf 'a\\377\\033[2Jb')\"")
+    await place.download("/polar/session/d", tmp_path / "d")
+    assert place.notes[-1].isprintable()
+
+
+@pytest.mark.parametrize("content", ["head -c 20000 /dev/zero > d/file", "touch d/file"])
+async def test_more_than_is_bearable_does_not_come_out(
+    place: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    await place.exec(f"mkdir d; {content}")
+    monkeypatch.setattr(archive, "MAX_BYTES", 200)
+    with pytest.raises(ValueError, match="/d' is larger than 200 bytes"):
+        await place.download("/polar/session/d", tmp_path / "d")
+    with (tmp_path / "tar").open("w+b") as file, pytest.raises(ValueError, match="is larger than"):
+        await place.export("/polar/session/d", file)
+
+
+async def test_folders_nested_deeper_than_a_stack_are_nothing_special(
+    open_place: OpenPlace, tmp_path: Path
+) -> None:
+    place, fresh = await open_place(), await open_place()
+    nest = "i=0; while [ $i -lt 1100 ]; do mkdir d && cd d || exit 1; i=$((i+1)); done; touch x"
+    assert (await place.exec(f"mkdir w; cd w; {nest}")).return_code == 0
+    with (tmp_path / "tar").open("w+b") as file:
+        await place.export("/polar/session/w", file)
+        await fresh.import_("/polar/session/w", file)
+        await fresh.import_("/polar/session/w", file)
+    assert (await fresh.exec("find w | wc -l")).stdout.strip() == "1102"
+    await place.download("/polar/session/w", tmp_path / "w")
+    remove_tree(tmp_path / "w")
+
+
 async def test_a_folder_moves_to_another_place_just_as_it_is(
     open_place: OpenPlace, tmp_path: Path
 ) -> None:
@@ -398,6 +433,16 @@ async def test_stop_ends_a_running_exec(new_place: Callable[..., Runtime], token
 async def test_unknown_settings_are_refused_by_name(open_place: OpenPlace) -> None:
     with pytest.raises(ValueError, match="volums"):
         await open_place(spec={"kwargs": {"volums": []}})
+
+
+async def test_what_must_be_done_is_not_cancelled_but_bounded() -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.cancel_scope.cancel()
+        with to_the_end("this"):
+            await anyio.sleep(0.01)
+        with pytest.raises(TimeoutError, match=r"that was not done within 0.01 s"):  # noqa: SIM117
+            with to_the_end("that", 0.01):
+                await anyio.sleep_forever()
 
 
 OWNER = """

@@ -126,6 +126,23 @@ def test_a_container_says_whose_it_is(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("state", "age", "is_orphan"),
+    [
+        ("running", 1e6, False),
+        ("paused", 1e6, False),
+        ("exited", 0, True),
+        ("dead", 0, True),
+        ("created", 30, False),
+        ("created", 3600, True),
+    ],
+)
+def test_a_container_is_an_orphan_when_it_ended_or_never_started(
+    state: str, age: float, is_orphan: bool
+) -> None:
+    assert docker.orphaned(state, age) is is_orphan
+
+
 async def test_a_daemon_elsewhere_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://example.invalid:2375")
     with pytest.raises(RuntimeUnavailableError, match="a socket of this host"):
@@ -275,19 +292,57 @@ class TestContainers:
             assert not alive(secret)
             tasks.cancel_scope.cancel()
 
-    async def test_what_a_killed_gateway_never_started_is_removed_and_nothing_else(
+    async def test_what_a_killed_gateway_left_is_removed_and_nothing_else(
         self, open_place: OpenPlace, busybox_image: str, tmp_path: Path
     ) -> None:
         running = await open_place(owner="node-1")
         async with docker.connected() as client:
-            for owner in ("node-1", "node-2"):
-                body = config(tmp_path, owner=owner, spec=RuntimeSpec(image=busybox_image))
-                await client.containers.create(body)
-        assert await DockerRuntime.reap_orphans("node-1") == 1
-        assert len(await containers("node-1")) == 1
+            body = config(tmp_path, owner="node-1", spec=RuntimeSpec(image=busybox_image))
+            about_to_start = await client.containers.create(body)
+            body["HostConfig"]["AutoRemove"] = False
+            body |= {"OpenStdin": False, "AttachStdin": False}
+            ended = await client.containers.create(body)
+            await ended.start()
+            await ended.wait()
+            try:
+                assert await DockerRuntime.reap_orphans("node-2") == 0
+                assert await DockerRuntime.reap_orphans("node-1") == 1
+                assert ended.id not in await containers("node-1")
+                assert about_to_start.id in await containers("node-1")
+            finally:
+                await about_to_start.delete(force=True)
         assert (await running.exec("echo alive")).stdout == "alive\n"
-        assert await DockerRuntime.reap_orphans("node-2") == 1
-        assert await containers("node-2") == []
+
+    async def test_a_folder_with_a_mount_in_it_is_not_replaced(
+        self, open_place: OpenPlace, tmp_path: Path
+    ) -> None:
+        (tmp_path / "kept").touch()
+        place = await open_place(
+            spec={"kwargs": {"volumes": [f"{tmp_path}:/work/data"]}}, mount_roots=(tmp_path,)
+        )
+        with (tmp_path / "tar").open("w+b") as file:
+            await place.export("/work", file)
+            for target in ("/work", "/work/data", "/work/data/deep"):
+                with pytest.raises(ValueError, match="volumes mounts '/work/data'"):
+                    await place.import_(target, file)
+        assert (tmp_path / "kept").exists()
+
+    async def test_a_folder_keeps_its_owners_where_it_is_moved(
+        self, open_place: OpenPlace, tmp_path: Path
+    ) -> None:
+        spec = {"kwargs": {"user": "1000:1000"}, "workdir": "/work"}
+        agent, fresh = await open_place(spec=spec), await open_place(spec=spec)
+        long = "n" * 200
+        await agent.exec(
+            f"mkdir {long}; touch {long}/{long}; ln -s {long}/{long} link; ln link twin"
+        )
+        with (tmp_path / "tar").open("w+b") as file:
+            await agent.export("/work", file)
+            await fresh.import_("/work", file)
+        owners = await fresh.exec(
+            f"stat -c %u:%g /work . {long} {long}/{long}; cat link; touch new"
+        )
+        assert (owners.stdout.split(), owners.stderr) == (["1000:1000"] * 4, "")
 
 
 class Model:

@@ -94,6 +94,73 @@ async def test_a_tree_that_keeps_forking_is_killed(open_place: OpenPlace, token:
     await until(lambda: not alive(token), 2)
 
 
+STOPS_ITS_SUPERVISOR = "(setsid sleep {t} &); kill -STOP $PPID; sleep {t}"
+
+
+async def test_a_command_that_stops_its_supervisor_is_timed_out(
+    open_place: OpenPlace, token: str
+) -> None:
+    place = await open_place()
+    with anyio.fail_after(8):
+        result = await place.exec(f"echo said; {STOPS_ITS_SUPERVISOR.format(t=token)}", timeout=0.5)
+    assert (result.return_code, result.stdout) == (-1, "said\n")
+    assert not alive(token)
+    assert supervisors() == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+async def test_a_place_with_a_stopped_supervisor_can_be(
+    open_place: OpenPlace, token: str, how: str
+) -> None:
+    place = await open_place()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(place.exec, STOPS_ITS_SUPERVISOR.format(t=token))
+        await until(lambda: [one.status() for one in supervisors()] == [psutil.STATUS_STOPPED])
+        with anyio.fail_after(8):
+            await getattr(place, how)()
+        assert not alive(token)
+
+
+async def test_an_escaped_process_that_holds_the_output_open_does_not_hold_up_the_command(
+    open_place: OpenPlace, token: str
+) -> None:
+    place = await open_place()
+    with anyio.fail_after(8):
+        result = await place.exec(
+            f"exec 3>/proc/$PPID/fd/1; echo said; setsid sleep {token} & sleep 0.2; kill -9 $PPID"
+        )
+    assert (result.return_code, result.stdout) == (137, "said\n")
+    for pid in alive(token):
+        psutil.Process(pid).kill()
+
+
+async def test_a_link_out_of_the_session_is_not_followed(
+    open_place: OpenPlace, tmp_path: Path
+) -> None:
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "log").write_text("secret")
+    place = await open_place()
+    await place.exec(f"ln -s {tmp_path}/secrets logs; ln -s {tmp_path}/secrets/log log")
+    for source in ("log", "logs", "logs/log"):
+        with pytest.raises(ValueError, match=f"{source}' leads out of the folders"):
+            await place.download(f"/polar/session/{source}", tmp_path / "out")
+        with (tmp_path / "tar").open("w+b") as file, pytest.raises(ValueError, match="leads out"):
+            await place.export(f"/polar/session/{source}", file)
+    assert not (tmp_path / "out").exists()
+
+
+async def test_no_folder_of_the_host_is_replaced(open_place: OpenPlace, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    place = await open_place()
+    await place.exec(f"mkdir w; ln -s {tmp_path} link")
+    with (tmp_path / "tar").open("w+b") as file:
+        await place.export("/polar/session/w", file)
+        for target in (str(tmp_path), "/polar/session/link", "/polar/session/.."):
+            with pytest.raises(ValueError, match=r"is no folder of session .* but of the host"):
+                await place.import_(target, file)
+    assert (tmp_path / "kept").exists()
+
+
 def supervisors() -> list[psutil.Process]:
     return [
         child
