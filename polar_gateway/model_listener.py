@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import anyio
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,56 @@ BACKLOG = 1024
 IDLE_SECONDS = 600
 """How long an idle connection is kept: longer than agents pause between calls, so that none of
 them meets a connection that was closed while it wrote."""
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of what is no body: a request's line and headers, or what stands between the pieces of a chunked
+body and behind them. Agents send a few kilobytes."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with two gaps closed: it keeps a header of any length for whoever
+    connects, and does not notice that a client left which had sent its next request already."""
+
+    _head_bytes = 0
+    """Bytes received since a message began or a piece of its body came."""
+    _answering: RequestResponseCycle | None = None
+    """The request before the latest one, if its answer was not through when that one came."""
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            logger.warning("a connection sent %d bytes of headers", self._head_bytes)
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        before = self.cycle
+        super().on_headers_complete()
+        if len(self.pipeline) > 1:
+            self.transport.close()
+        elif self.pipeline:
+            self._answering = before
+            # uvicorn has stopped reading, and what is not read does not say that its client left.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
 
 
 class ModelListener:
@@ -37,7 +87,7 @@ class ModelListener:
         self._state = ServerState()
         self._config = uvicorn.Config(
             app,
-            http=HttpToolsProtocol,
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -92,7 +142,7 @@ class ModelListener:
     async def _serve(self, listening: socket.socket) -> asyncio.Server:
         listening.setblocking(False)
         protocol = partial(
-            HttpToolsProtocol, config=self._config, server_state=self._state, app_state={}
+            BoundedHttpProtocol, config=self._config, server_state=self._state, app_state={}
         )
         loop = asyncio.get_running_loop()
         server = await loop.create_server(protocol, sock=listening, backlog=BACKLOG)

@@ -1,7 +1,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import aiohttp
@@ -24,6 +24,20 @@ async def says_hello(
         await anyio.sleep_forever()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def counts(
+    scope: Message,
+    receive: Callable[[], Awaitable[Message]],
+    send: Callable[[Message], Awaitable[None]],
+) -> None:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d" % size})
 
 
 async def get(url: str) -> str:
@@ -103,3 +117,54 @@ async def test_an_answer_that_never_comes_does_not_hold_up_the_end() -> None:
         group.start_soon(ask, f"http://127.0.0.1:{listener.port}/forever")
         await asyncio.sleep(0.1)
     assert time.monotonic() - began < 3
+
+
+ENDLESS = {
+    "a line": b"GET /",
+    "a header": b"GET / HTTP/1.1\r\nhost: x\r\nx-a: ",
+    "a trailer": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-a: ",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_a_connection_whose_headers_have_no_end_is_closed(what: str) -> None:
+    async with ModelListener(says_hello, "127.0.0.1", 0) as listener:
+        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(ENDLESS[what])
+        pieces = 0
+        while pieces < 100 and not writer.transport.is_closing():
+            writer.write(b"a" * (1 << 16))
+            await asyncio.sleep(0.005)
+            pieces += 1
+        assert pieces < 100
+        writer.transport.abort()
+        assert await get(f"http://127.0.0.1:{listener.port}/") == "hello"
+
+
+async def test_a_body_is_no_header_however_it_is_cut() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 1000
+
+    async with (
+        ModelListener(counts, "127.0.0.1", 0) as listener,
+        aiohttp.ClientSession() as client,
+    ):
+        url = f"http://127.0.0.1:{listener.port}/"
+        headers = {"x-long": "a" * 30_000}
+        for body in (pieces(), b"x" * 200_000, b"x" * 200_000):
+            async with client.post(url, data=body, headers=headers) as response:
+                assert await response.text() == "200000"
+
+
+async def test_one_request_may_come_before_the_answer_to_the_one_before_it() -> None:
+    ask = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with ModelListener(says_hello, "127.0.0.1", 0) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(ask + ask)
+        said = b""
+        while said.count(b"hello") < 2:
+            said += await reader.read(1000)
+        writer.write(ask + ask + ask)
+        assert b"hello" not in await reader.read()
+        writer.close()
