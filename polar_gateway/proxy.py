@@ -8,8 +8,8 @@ the end of the turn. Text and reasoning flow as they come.
 import logging
 import secrets
 import time
-import zlib
 from asyncio import sleep
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +34,14 @@ from polar_gateway.dialects.turn import (
 from polar_gateway.engines.base import Engine, EngineError, EngineReply, EngineStream
 from polar_gateway.errors import Failure
 from polar_gateway.protocol import Sampling
+from polar_gateway.request_body import (
+    MAX_BODY_BYTES,
+    RefusedError,
+    decoded,
+    inflated,
+    invalid,
+    too_large,
+)
 from polar_gateway.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -42,8 +50,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-MAX_BODY_BYTES = 64 << 20
-"""Of a request, before and after decompression; a full context of images stays below."""
+MAX_UNREAD_BYTES = 128 << 20
+"""Of the request bodies that one session is sending at a time."""
 MAX_CALLS = 256
 """Of one session at a time; harnesses with parallel sub-agents make a few dozen."""
 
@@ -51,17 +59,41 @@ SEALED = ErrorKind(status=400, code="session_closed", message="this session has 
 """400, because that is what command-line agents ask again least: most never, Claude Code 6 times
 within seconds, whereas 401, 404 and 5xx are asked again for minutes."""
 
-_decode = msgspec.json.Decoder().decode
+UNRECORDED = ErrorKind(
+    status=500, code="internal", message="the gateway could not record this call"
+)
+"""Why not is for the operator; it names files of the host."""
+
 _JSON = (b"content-type", b"application/json")
 _SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class RefusedError(Exception):
-    """The request gets an error of its dialect for an answer."""
+class Intake:
+    """How much of their unfinished request bodies the sessions have sent, each bounded."""
 
-    def __init__(self, kind: ErrorKind) -> None:
-        super().__init__(kind.message)
-        self.kind = kind
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, session_id: str) -> Iterator[Callable[[int], None]]:
+        """Yields what to call with the size of each piece; raises RefusedError past the limit."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            taken += size
+            self._held[session_id] += size
+            if self._held[session_id] > self._limit:
+                message = f"this session is sending more than {self._limit} bytes at once"
+                raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
+
+        try:
+            yield take
+        finally:
+            self._held[session_id] -= taken
+            if not self._held[session_id]:
+                del self._held[session_id]
 
 
 class Client:
@@ -76,23 +108,25 @@ class Client:
         self._ending = False
         self.last_write = 0.0
 
-    async def body(self, limit: int) -> bytes:
-        """The whole request body. Raises RefusedError past `limit`."""
+    async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
+        """The whole request body; `take` hears of its pieces. Raises RefusedError past `limit`."""
         message = await self._receive()
         whole: bytes = message.get("body", b"")
         if message.get("more_body"):
             parts, size = [whole], len(whole)
+            take(size)
             while message.get("more_body"):
                 message = await self._receive()
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
+                take(len(parts[-1]))
                 if size > limit:
                     break
             whole = b"".join(parts)
         if message["type"] == "http.disconnect":
-            raise RefusedError(_invalid("the request ended in the middle of its body"))
+            raise RefusedError(invalid("the request ended in the middle of its body"))
         if len(whole) > limit:
-            raise RefusedError(_too_large(limit))
+            raise RefusedError(too_large(f"is larger than {limit} bytes"))
         return whole
 
     async def wait_gone(self) -> None:
@@ -156,7 +190,12 @@ class Call:
         self.record = record
         self.created = int(time.time())
         self.streamer = dialect.streamer(request, record.completion_id, self.created)
+        self.stream: EngineStream | None = None
         self._opened = False
+
+    def follow(self, stream: EngineStream) -> None:
+        self.stream = stream
+        self.record.follow(stream, sent_sampling(self.request))
 
     def opening(self, prompt_tokens: int) -> bytes:
         """What a streamed answer begins with; empty from the second time on."""
@@ -186,31 +225,24 @@ class Call:
                 return SEALED
             session.engine_failure = error.failure
             logger.error("session %s: %s", session.session_id, error)
-            return ErrorKind(status=500, code="internal", message=str(error))
+            return UNRECORDED
         session.engine_failure = Failure(
             boundary="engine", message=str(error), infra=error.infra, detail=error.detail
         )
         logger.warning("session %s: %s", session.session_id, error)
+        code = "call_failed" if self.stream is None else "engine_broke_off"
         try:
-            self.record.fail(str(error))
+            self.record.fail(str(error), code)
         except CaptureError as lost:
             return self.failed(lost)
         return error.kind
 
-    def abandoned(self, stream: EngineStream | None) -> ErrorKind:
-        """The generation was cancelled, by the session's seal or because its harness went.
-
-        What it sampled until then is kept as a completion that nobody received.
-        """
-        if self.record.is_open:
-            try:
-                if stream is not None and stream.prompt_tokens:
-                    self.record.close(stream.reply, sent_sampling(self.request))
-                    self.record.undelivered()
-                else:
-                    self.record.fail("the harness went away", code="call_abandoned")
-            except CaptureError as error:
-                return self.failed(error)
+    def abandoned(self) -> ErrorKind:
+        """The generation was cancelled, by the session's seal or because its harness went."""
+        try:
+            self.record.fail("the harness went away", "call_abandoned")
+        except CaptureError as error:
+            return self.failed(error)
         return SEALED
 
 
@@ -228,6 +260,7 @@ class Proxy:
         keep_alive: float = 10.0,
         retry_grace: float = 5.0,
         max_body_bytes: int = MAX_BODY_BYTES,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
         max_calls: int = MAX_CALLS,
     ) -> None:
         self._sessions = sessions
@@ -241,6 +274,7 @@ class Proxy:
         self._retry_grace = retry_grace
         """Seconds for which a generation outlives its client."""
         self._max_body_bytes = max_body_bytes
+        self._intake = Intake(max_unread_bytes)
         self._max_calls = max_calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,11 +310,20 @@ class Proxy:
         if route.kind == "models":
             await client.answer(200, dialect.models_body([self._model_served]))
             return
-        body = await self._read(client, headers)
-        body.update(route.fields)
-        request = self._normalise(session, dialect, body)
-        if route.kind == "count_tokens":
-            await self._count(client, dialect, request)
+        if len(session.calls) >= self._max_calls:
+            message = f"this session has {self._max_calls} model calls in flight"
+            raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
+        tokens: int | None = None
+        with anyio.CancelScope() as asking, in_flight(session, asking):
+            body, notes = await self._read(client, session, headers)
+            body.update(route.fields)
+            request = self._normalise(session, dialect, body, notes)
+            if route.kind == "count_tokens":
+                tokens = await self._count(request)
+        if asking.cancelled_caught:
+            raise RefusedError(SEALED)
+        if tokens is not None:
+            await client.answer(200, dialect.count_body(tokens))
         else:
             await self._call(client, session, dialect, request, headers)
 
@@ -295,23 +338,23 @@ class Proxy:
             raise RefusedError(SEALED)
         return session
 
-    async def _read(self, client: Client, headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _read(
+        self, client: Client, session: Session, headers: Mapping[str, str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The request's body, and notes of what was changed to read it."""
         limit = self._max_body_bytes
         if int(headers.get("content-length") or 0) > limit:
-            raise RefusedError(_too_large(limit))
-        data = await client.body(limit)
+            raise RefusedError(too_large(f"is larger than {limit} bytes"))
+        with self._intake.of(session.session_id) as take:
+            data = await client.body(limit, take)
         encoding = headers.get("content-encoding", "identity")
         if encoding != "identity":
             data = inflated(data, encoding, limit)
-        try:
-            body = _decode(data)
-        except msgspec.DecodeError as error:
-            raise RefusedError(_invalid(f"the body is not JSON: {error}")) from error
-        if not isinstance(body, dict):
-            raise RefusedError(_invalid("the body must be a JSON object"))
-        return body
+        return decoded(data)
 
-    def _normalise(self, session: Session, dialect: Dialect, body: dict[str, Any]) -> ModelRequest:
+    def _normalise(
+        self, session: Session, dialect: Dialect, body: dict[str, Any], notes: list[str]
+    ) -> ModelRequest:
         try:
             request = dialect.normalise(body)
         except UnsupportedRequestError as error:
@@ -322,15 +365,17 @@ class Proxy:
                     boundary="harness",
                     message=f"the harness asked for what is not supported: {error}",
                 )
-            raise RefusedError(_invalid(str(error))) from error
+            raise RefusedError(invalid(str(error))) from error
+        if notes:
+            request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
         return with_overrides(request, session.sampling, self._max_model_len)
 
-    async def _count(self, client: Client, dialect: Dialect, request: ModelRequest) -> None:
+    async def _count(self, request: ModelRequest) -> int:
         try:
-            tokens = await self._engine.count_tokens(request)
+            return await self._engine.count_tokens(request)
         except EngineError as error:
+            logger.warning("tokens could not be counted: %s", error)
             raise RefusedError(error.kind) from error
-        await client.answer(200, dialect.count_body(tokens))
 
     async def _call(
         self,
@@ -342,9 +387,6 @@ class Proxy:
     ) -> None:
         if session.sealed:
             raise RefusedError(SEALED)
-        if len(session.calls) >= self._max_calls:
-            message = f"this session has {self._max_calls} model calls in flight"
-            raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
         completion_id = f"msg_{secrets.token_hex(6)}"
         try:
             record = session.capture.open(
@@ -353,8 +395,7 @@ class Proxy:
         except CaptureError as error:
             session.engine_failure = error.failure
             logger.exception("session %s has no journal", session.session_id)
-            kind = ErrorKind(status=500, code="internal", message=str(error))
-            raise RefusedError(kind) from error
+            raise RefusedError(UNRECORDED) from error
         call = Call(client, session, dialect, request, record)
         if request.stream:
             await self._stream(call)
@@ -381,7 +422,7 @@ class Proxy:
                         call.undelivered()
             group.cancel_scope.cancel()
         if not answered:
-            raise RefusedError(refusal or call.abandoned(None))
+            raise RefusedError(refusal or call.abandoned())
 
     async def _stream(self, call: Call) -> None:
         refusal: ErrorKind | None = None
@@ -395,6 +436,7 @@ class Proxy:
                     stream = await self._engine.stream(
                         call.request, call.record.completion_id, call.record.after
                     )
+                    call.follow(stream)
                     await self._forward(call, stream)
                 except (EngineError, CaptureError) as error:
                     refusal = call.failed(error)
@@ -408,7 +450,7 @@ class Proxy:
             group.cancel_scope.cancel()
         if answered:
             return
-        refusal = refusal or call.abandoned(stream)
+        refusal = refusal or call.abandoned()
         if not call.client.started:
             raise RefusedError(refusal)
         await call.client.write(call.streamer.error(refusal))
@@ -428,7 +470,7 @@ class Proxy:
                 elif isinstance(event, BlockEnd) and in_call:
                     ends_call = True
             if ends_call:
-                call.record.append(*stream.sampled_so_far())
+                call.record.append()
             await client.write(data)
         reply = stream.reply
         call.keep(reply)
@@ -499,29 +541,3 @@ def sent_sampling(request: ModelRequest) -> dict[str, Any]:
     if request.max_tokens is None:
         return request.sampling
     return {**request.sampling, "max_tokens": request.max_tokens}
-
-
-def inflated(data: bytes, encoding: str, limit: int) -> bytes:
-    """Decompress a request body. Raises RefusedError when it is not what it says or grows too big."""
-    window = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}.get(encoding)
-    if window is None:
-        raise RefusedError(_invalid(f"content-encoding {encoding!r} is not supported"))
-    inflater = zlib.decompressobj(window)
-    try:
-        whole = inflater.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise RefusedError(_invalid(f"the body is not {encoding}: {error}")) from error
-    if len(whole) > limit:
-        raise RefusedError(_too_large(limit))
-    if not inflater.eof:
-        raise RefusedError(_invalid(f"the {encoding} body is cut short"))
-    return whole
-
-
-def _invalid(message: str) -> ErrorKind:
-    return ErrorKind(status=400, code="invalid_request", message=message)
-
-
-def _too_large(limit: int) -> ErrorKind:
-    message = f"the body is larger than {limit} bytes"
-    return ErrorKind(status=413, code="too_large", message=message)

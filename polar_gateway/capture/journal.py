@@ -36,6 +36,8 @@ class Opened(msgspec.Struct, kw_only=True, tag_field="kind", tag="open"):
     task_id: str | None = None
     metadata: dict[str, Any] = {}
     policy_version: str | None = None
+    end_of_turn_ids: list[int] = []
+    """The engine's, without which the same completions could not be built into the same traces."""
 
 
 class Intent(msgspec.Struct, kw_only=True, tag_field="kind", tag="intent"):
@@ -56,16 +58,19 @@ class Intent(msgspec.Struct, kw_only=True, tag_field="kind", tag="intent"):
     at: float = 0.0
 
 
-class Appended(msgspec.Struct, kw_only=True, tag_field="kind", tag="append"):
-    """What an unfinished call has sampled since its last append."""
+class Appended(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="append"):
+    """What an unfinished call has sampled since its last append. The first one of a call carries
+    its prompt, so that what was sampled can be told even if nothing follows."""
 
     completion_id: str
+    shared: int = 0
+    tail: bytes = b""
     sampled: bytes
     logprobs: bytes = b""
 
 
 class Completed(msgspec.Struct, kw_only=True, tag_field="kind", tag="completion"):
-    """A finished call: everything that its intent did not know yet."""
+    """A call that sampled something: everything that its intent did not know yet."""
 
     completion_id: str
     shared: int = 0
@@ -79,11 +84,13 @@ class Completed(msgspec.Struct, kw_only=True, tag_field="kind", tag="completion"
     sampling: dict[str, Any] = {}
     usage: dict[str, int] = {}
     findings: list[str] = []
+    delivered: bool = True
+    """False for a generation that was cut off: it is kept, and nobody can have received it whole."""
     at: float = 0.0
 
 
 class Failed(msgspec.Struct, kw_only=True, tag_field="kind", tag="failed"):
-    """A call that ended without an answer; `code` becomes a finding of the session."""
+    """A call that ended before it sampled anything; `code` becomes a finding of the session."""
 
     completion_id: str
     code: str = "call_failed"

@@ -10,16 +10,17 @@ the same tools if there are any (tools stand at the head of a rendered prompt). 
 compared with that parent's alone. A poor choice costs space and never truth.
 """
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from builders.records import Completion, CompletionSession, Floats, Ids
+from builders.records import Completion, CompletionSession, Ids
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import CaptureError, Journal
 from polar_gateway.dialects.turn import ModelRequest
-from polar_gateway.engines.base import EngineReply
+from polar_gateway.engines.base import EngineReply, Generation
 
 CHAIN_HEADERS = ("thread-id", "x-claude-code-agent-id", "x-session-id")
 """Headers by which harnesses tell their conversations apart."""
@@ -37,6 +38,7 @@ class Ledger:
         self.sealed = False
         self.findings: list[str] = []
         self._finished: dict[str, Completion] = {}
+        self._appended: dict[str, list[journal.Appended]] = {}
 
     def apply(self, record: journal.AnyRecord) -> None:
         match record:
@@ -46,9 +48,13 @@ class Ledger:
                 self.open[record.completion_id] = record
                 self.arrived = record.index + 1
             case journal.Appended():
-                pass  # what an unfinished call sampled; the closing record repeats it
+                self._appended.setdefault(record.completion_id, []).append(record)
             case journal.Completed():
-                self._complete(self.open.pop(record.completion_id), record)
+                # Repeats what was appended.
+                self._appended.pop(record.completion_id, None)
+                completion = self._completion(self.open.pop(record.completion_id), record)
+                self.completions[completion.index] = completion
+                self._finished[completion.completion_id] = completion
             case journal.Failed():
                 del self.open[record.completion_id]
                 self.findings.append(record.code)
@@ -57,9 +63,9 @@ class Ledger:
             case journal.Sealed():
                 self.sealed = True
 
-    def _complete(self, intent: journal.Intent, record: journal.Completed) -> None:
+    def _completion(self, intent: journal.Intent, record: journal.Completed) -> Completion:
         parent = None if intent.parent is None else self.completions[intent.parent]
-        completion = Completion(
+        return Completion(
             completion_id=intent.completion_id,
             index=intent.index,
             parent=parent,
@@ -73,6 +79,7 @@ class Ledger:
             response_message=record.response_message,
             finish_reason=record.finish_reason,
             stop_reason=record.stop_reason,
+            delivered=record.delivered,
             dialect=intent.dialect,
             model_requested=intent.model_requested,
             model_used=record.model_used,
@@ -85,18 +92,24 @@ class Ledger:
             findings=record.findings,
             chain=intent.chain,
         )
-        self.completions[intent.index] = completion
-        self._finished[intent.completion_id] = completion
 
-    def completion_session(self, end_of_turn_ids: list[int]) -> CompletionSession:
-        unfinished = ["call_unfinished"] * len(self.open)
+    def completion_session(self, end_of_turn_ids: Sequence[int] = ()) -> CompletionSession:
+        """The session as it is now. An open call that has sampled something is a completion that
+        nobody received; one that has not is a finding."""
+        completions = dict(self.completions)
+        findings = list(self.findings)
+        for completion_id, intent in self.open.items():
+            if appended := self._appended.get(completion_id):
+                completions[intent.index] = self._completion(intent, unfinished(appended))
+            else:
+                findings.append("call_unfinished")
         return CompletionSession(
             session_id=self.header.session_id,
             task_id=self.header.task_id,
-            completions=[self.completions[index] for index in sorted(self.completions)],
+            completions=[completions[index] for index in sorted(completions)],
             metadata=self.header.metadata,
-            end_of_turn_ids=list(end_of_turn_ids),
-            findings=[*self.findings, *unfinished],
+            end_of_turn_ids=list(end_of_turn_ids or self.header.end_of_turn_ids),
+            findings=findings,
         )
 
 
@@ -111,18 +124,21 @@ class SessionCapture:
         journal_path: Path,
         metadata: dict[str, Any],
         policy_version: str | None,
+        end_of_turn_ids: Sequence[int] = (),
     ) -> None:
         self.session_id = session_id
         self.journal_path = journal_path
         self._ledger = Ledger()
         self._journal = Journal(journal_path)
         self._tree = _MessageTree()
+        self._calls: dict[str, OpenCall] = {}
         self._write(
             journal.Opened(
                 session_id=session_id,
                 task_id=task_id,
                 metadata=metadata,
                 policy_version=policy_version,
+                end_of_turn_ids=list(end_of_turn_ids),
             )
         )
 
@@ -153,31 +169,36 @@ class SessionCapture:
                 at=time.time(),
             )
         )
-        return OpenCall(self, completion_id, place)
+        call = self._calls[completion_id] = OpenCall(self, completion_id, place)
+        return call
 
     def seal(self) -> None:
-        """End what is in flight and refuse what comes; whatever is built now stays true."""
+        """End what is in flight and refuse what comes; whatever is built now stays true.
+
+        The session is sealed even where this raises CaptureError; it then says `journal_failed`.
+        """
         if self._ledger.sealed:
             return
-        try:
-            for completion_id in list(self._ledger.open):
-                self._write(
-                    journal.Failed(
-                        completion_id=completion_id,
-                        code="call_cut_by_seal",
-                        message="the session was sealed while the call was in flight",
-                        at=time.time(),
-                    )
-                )
-            self._write(journal.Sealed(at=time.time()))
-        finally:
-            self._ledger.sealed = True
+        said = "the session was sealed while the call was in flight"
+        endings = [call._ending("call_cut_by_seal", said) for call in self._calls.values()]
+        lost: CaptureError | None = None
+        for record in [*endings, journal.Sealed(at=time.time())]:
+            try:
+                self._write(record)
+            except CaptureError as error:
+                lost = error
+                self._ledger.apply(record)
+        self._calls.clear()
+        if lost is not None:
+            self._ledger.findings.append("journal_failed")
+            raise lost
 
     @property
     def completion_count(self) -> int:
         return len(self._ledger.completions)
 
-    def completion_session(self, end_of_turn_ids: list[int]) -> CompletionSession:
+    def completion_session(self, end_of_turn_ids: Sequence[int] = ()) -> CompletionSession:
+        """`end_of_turn_ids` are the ones that the session began with unless others are given."""
         return self._ledger.completion_session(end_of_turn_ids)
 
     def close(self) -> None:
@@ -198,6 +219,9 @@ class OpenCall:
         self.completion_id = completion_id
         self._capture = capture
         self._place = place
+        self._generation: Generation | None = None
+        self._sampling: dict[str, Any] = {}
+        self._appended = False
 
     @property
     def is_open(self) -> bool:
@@ -210,56 +234,104 @@ class OpenCall:
         parent = self._place.parent
         return None if parent is None else parent.completion_id
 
-    def append(self, ids: Ids, logprobs: Floats) -> None:
-        """Journal what was sampled since the last append; durable when this returns."""
-        if ids:
-            self._capture._write(
-                journal.Appended(
-                    completion_id=self.completion_id,
-                    sampled=journal.pack(ids),
-                    logprobs=journal.pack(logprobs),
-                )
+    def follow(self, generation: Generation, sampling: dict[str, Any]) -> None:
+        """The answer comes in pieces; what there is of it counts, however the call ends."""
+        self._generation = generation
+        self._sampling = sampling
+
+    def append(self) -> None:
+        """Journal what the followed generation has sampled since the last append; durable when
+        this returns."""
+        if self._generation is None:
+            return
+        ids, logprobs = self._generation.sampled_so_far()
+        if not ids:
+            return
+        shared, tail = 0, b""
+        if not self._appended:
+            shared, tail = self._prompt(self._generation.prompt_ids)
+        self._capture._write(
+            journal.Appended(
+                completion_id=self.completion_id,
+                shared=shared,
+                tail=tail,
+                sampled=journal.pack(ids),
+                logprobs=journal.pack(logprobs),
             )
+        )
+        self._appended = True
 
     def close(self, reply: EngineReply, sampling: dict[str, Any]) -> Completion:
         """Journal the finished completion; durable when this returns."""
-        parent = self._place.parent
-        shared = 0 if parent is None else shared_prefix(reply.prompt_ids, parent)
-        usage = reply.usage
-        self._capture._write(
-            journal.Completed(
-                completion_id=self.completion_id,
-                shared=shared,
-                tail=journal.pack(reply.prompt_ids[shared:]),
-                sampled=journal.pack(reply.sampled_ids),
-                logprobs=None if reply.logprobs is None else journal.pack(reply.logprobs),
-                response_message=reply.message,
-                finish_reason=reply.finish_reason,
-                stop_reason=reply.stop_reason,
-                model_used=reply.model,
-                sampling=sampling,
-                usage={
-                    "prompt_tokens": usage.prompt_tokens,
-                    "completion_tokens": usage.completion_tokens,
-                    "cached_tokens": usage.cached_tokens,
-                    "reasoning_tokens": usage.reasoning_tokens,
-                },
-                findings=reply.findings,
-                at=time.time(),
-            )
+        return self._end(self._completed(reply, sampling))
+
+    def fail(self, message: str, code: str = "call_failed") -> None:
+        """Journal that the call ended without an answer; a call cut by the seal has ended already.
+
+        What a followed generation sampled before is a completion that nobody received, and `code`
+        a finding of it.
+        """
+        if not self.is_open:
+            return
+        record = self._ending(code, message)
+        if isinstance(record, journal.Completed):
+            self._end(record)
+        else:
+            self._capture._calls.pop(self.completion_id, None)
+            self._capture._write(record)
+
+    def _ending(self, code: str, message: str) -> journal.Completed | journal.Failed:
+        """How a call is recorded that ends now, before its time."""
+        if self._generation is not None and self._generation.prompt_ids:
+            reply = self._generation.reply
+            if reply.sampled_ids:
+                record = self._completed(reply, self._sampling)
+                record.finish_reason = record.stop_reason = None
+                record.findings = [*reply.findings, code]
+                record.delivered = False
+                return record
+        return journal.Failed(
+            completion_id=self.completion_id, code=code, message=message, at=time.time()
         )
+
+    def _end(self, record: journal.Completed) -> Completion:
+        self._capture._write(record)
+        self._capture._calls.pop(self.completion_id, None)
         completion = self._capture._ledger._finished[self.completion_id]
         self._capture._tree.insert(self._place, completion)
         return completion
 
-    def fail(self, message: str, code: str = "call_failed") -> None:
-        """Journal that the call ended without an answer; a call cut by the seal has ended already."""
-        if self.is_open:
-            self._capture._write(
-                journal.Failed(
-                    completion_id=self.completion_id, code=code, message=message, at=time.time()
-                )
-            )
+    def _prompt(self, ids: Ids | None) -> tuple[int, bytes]:
+        """A prompt as the difference to the parent's context: shared length and packed rest."""
+        if ids is None:
+            return 0, b""
+        parent = self._place.parent
+        shared = 0 if parent is None else shared_prefix(ids, parent)
+        return shared, journal.pack(ids[shared:])
+
+    def _completed(self, reply: EngineReply, sampling: dict[str, Any]) -> journal.Completed:
+        shared, tail = self._prompt(reply.prompt_ids)
+        usage = reply.usage
+        return journal.Completed(
+            completion_id=self.completion_id,
+            shared=shared,
+            tail=tail,
+            sampled=journal.pack(reply.sampled_ids),
+            logprobs=None if reply.logprobs is None else journal.pack(reply.logprobs),
+            response_message=reply.message,
+            finish_reason=reply.finish_reason,
+            stop_reason=reply.stop_reason,
+            model_used=reply.model,
+            sampling=sampling,
+            usage={
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "reasoning_tokens": usage.reasoning_tokens,
+            },
+            findings=reply.findings,
+            at=time.time(),
+        )
 
     def undelivered(self) -> None:
         """Journal that the answer, once recorded, never reached the harness.
@@ -270,13 +342,31 @@ class OpenCall:
             self._capture._write(journal.Undelivered(completion_id=self.completion_id))
 
 
-def read_session(path: Path, end_of_turn_ids: list[int] | None = None) -> CompletionSession:
+def unfinished(appended: list[journal.Appended]) -> journal.Completed:
+    """What an open call has sampled, as the record of a call that was cut off there."""
+    sampled = b"".join(record.sampled for record in appended)
+    logprobs = b"".join(record.logprobs for record in appended)
+    # The engine may have left some out; they are not a number then, or fewer.
+    aligned = len(logprobs) == len(sampled) and math.isfinite(sum(journal.unpack_floats(logprobs)))
+    return journal.Completed(
+        completion_id=appended[0].completion_id,
+        shared=appended[0].shared,
+        tail=appended[0].tail,
+        sampled=sampled,
+        logprobs=logprobs if aligned else None,
+        response_message={"role": "assistant", "content": ""},
+        findings=["call_unfinished"],
+        delivered=False,
+    )
+
+
+def read_session(path: Path, end_of_turn_ids: Sequence[int] = ()) -> CompletionSession:
     """The session that a journal holds, as its capture last saw it."""
     contents = journal.read_journal(path)
     ledger = Ledger()
     for record in contents.records:
         ledger.apply(record)
-    session = ledger.completion_session(end_of_turn_ids or [])
+    session = ledger.completion_session(end_of_turn_ids)
     if contents.finding:
         session.findings.append(contents.finding)
     return session

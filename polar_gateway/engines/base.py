@@ -58,10 +58,13 @@ class EngineReply(msgspec.Struct, kw_only=True):
 
 class EngineError(Exception):
     """The engine refused or broke; `kind` is what the harness shall hear, `infra` whether it was
-    the engine's fault rather than the request's."""
+    the engine's fault rather than the request's. `message` is for the operator alone, where it
+    says more: the harness must learn nothing of the hosts behind the gateway."""
 
-    def __init__(self, kind: ErrorKind, *, infra: bool, detail: str = "") -> None:
-        super().__init__(kind.message)
+    def __init__(
+        self, kind: ErrorKind, *, infra: bool, detail: str = "", message: str = ""
+    ) -> None:
+        super().__init__(message or kind.message)
         self.kind = kind
         self.infra = infra
         self.detail = detail
@@ -80,25 +83,36 @@ class EngineProbe(msgspec.Struct, kw_only=True):
     """Sentences; training cannot do without what they name."""
 
 
-class EngineStream(Protocol):
-    """A generation in flight: iterate over batches of turn events (all but TurnEnd).
+class Generation(Protocol):
+    """What is known of an answer that comes in pieces."""
 
-    A batch is what arrived together. Waiting for the next one may be cancelled and repeated;
-    nothing is lost by it. Raises EngineError when the engine breaks off. `reply` is there once the
-    iteration has ended by itself.
-    """
-
-    def __aiter__(self) -> AsyncIterator[list[TurnEvent]]: ...
+    @property
+    def prompt_ids(self) -> Ids | None:
+        """None until the engine has said them."""
+        ...
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         """What has been sampled and not yet been asked for by an earlier call of this method."""
         ...
 
     @property
-    def prompt_tokens(self) -> int: ...
+    def reply(self) -> EngineReply:
+        """All that there is until now: whole once the iteration has ended by itself, and else
+        without a finish reason. Ends the open block, so nothing may be iterated afterwards."""
+        ...
+
+
+class EngineStream(Generation, Protocol):
+    """A generation in flight: iterate over batches of turn events (all but TurnEnd).
+
+    A batch is what arrived together. Waiting for the next one may be cancelled and repeated;
+    nothing is lost by it. Raises EngineError when the engine breaks off.
+    """
+
+    def __aiter__(self) -> AsyncIterator[list[TurnEvent]]: ...
 
     @property
-    def reply(self) -> EngineReply: ...
+    def prompt_tokens(self) -> int: ...
 
     async def aclose(self) -> None:
         """End the generation; the engine stops sampling."""

@@ -119,6 +119,10 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int] = []
 
 
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+
+
 class _Version(msgspec.Struct):
     version: str = ""
 
@@ -131,9 +135,15 @@ class _Failed(EngineError):
     """An EngineError that knows whether asking again may help."""
 
     def __init__(
-        self, kind: ErrorKind, *, infra: bool, detail: str = "", again: bool = False
+        self,
+        kind: ErrorKind,
+        *,
+        infra: bool,
+        detail: str = "",
+        message: str = "",
+        again: bool = False,
     ) -> None:
-        super().__init__(kind, infra=infra, detail=detail)
+        super().__init__(kind, infra=infra, detail=detail, message=message)
         self.again = again
 
 
@@ -158,6 +168,8 @@ class Vllm:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._client: aiohttp.ClientSession | None = None
         self._cache = IdCache()
+        self._renders = False
+        """Whether the server renders chat requests for whoever asks; the probe finds out."""
 
     async def complete(
         self, request: ModelRequest, request_id: str, after: str | None = None
@@ -188,7 +200,15 @@ class Vllm:
         return await self._try(once)
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        return len(await self._render(request, add_generation_prompt=True))
+        """Exact where the server renders chat requests, else what /tokenize makes of it."""
+        if self._renders:
+            try:
+                return len(await self._render(request))
+            except EngineError as error:
+                # What is too long for the model cannot be asked, but it can be counted.
+                if error.kind.code != "context_overflow":
+                    raise
+        return len(await self._tokenize(request, add_generation_prompt=True))
 
     async def probe(self) -> EngineProbe:
         """Ask what the server is and whether it says ids; problems come back as sentences.
@@ -223,16 +243,23 @@ class Vllm:
 
     async def _probe_tokens(self, found: EngineProbe) -> None:
         said: dict[str, Any] = {"role": "user", "content": "Say yes."}
-        reply = await self.complete(
-            ModelRequest(model=self.model, messages=[said], max_tokens=1), "polar-probe"
-        )
+        request = ModelRequest(model=self.model, messages=[said], max_tokens=1)
+        reply = await self.complete(request, "polar-probe")
         found.token_ids = not {"ids_missing", "prompt_ids_missing"} & set(reply.findings)
         if reply.findings:
             found.problems.append(
                 f"a one-token answer of {self.model!r} came without trustworthy tokens "
                 f"({', '.join(reply.findings)}); vLLM 0.10 or newer is needed"
             )
+        self._renders = await self._can_render(request, reply)
         found.end_of_turn_ids = await self._end_of_turn(said)
+
+    async def _can_render(self, request: ModelRequest, reply: EngineReply) -> bool:
+        """Whether the server tells a prompt's ids without sampling, and tells them right."""
+        try:
+            return await self._render(request) == reply.prompt_ids.tolist()
+        except EngineError:
+            return False
 
     async def _end_of_turn(self, said: dict[str, Any]) -> list[int]:
         """The id that the template puts behind a finished answer: the first of those with which
@@ -243,12 +270,21 @@ class Vllm:
             messages = [said, {"role": "assistant", "content": answer}]
             request = ModelRequest(model=self.model, messages=messages)
             try:
-                renderings.append(await self._render(request, add_generation_prompt=False))
+                renderings.append(await self._tokenize(request, add_generation_prompt=False))
             except EngineError:
                 return []
         return common_suffix(*renderings)[:1]
 
-    async def _render(self, request: ModelRequest, **options: bool) -> list[int]:
+    async def _render(self, request: ModelRequest) -> list[int]:
+        """The prompt's ids as the chat endpoint itself would have them."""
+        body = await self._body(request, stream=False)
+        answer = await self._post(
+            "/v1/chat/completions/render", body, msgspec.json.Decoder(_Rendered)
+        )
+        return answer.token_ids
+
+    async def _tokenize(self, request: ModelRequest, **options: bool) -> list[int]:
+        """The prompt's ids nearly: earlier reasoning is not rendered, tools may be otherwise."""
         body = {"model": await self._served(), "messages": request.messages, **options}
         if request.tools:
             body["tools"] = [as_rendered(tool) for tool in request.tools]
@@ -391,8 +427,12 @@ class VllmStream:
         return events
 
     @property
+    def prompt_ids(self) -> Ids | None:
+        return self._assembly.prompt.ids
+
+    @property
     def prompt_tokens(self) -> int:
-        return len(self._assembly.prompt.ids or ())
+        return len(self.prompt_ids or ())
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         return self._assembly.unseen()
@@ -533,6 +573,9 @@ class Assembly:
 
     def _more_call(self, call: _ToolCall, events: list[TurnEvent]) -> None:
         if call.index != self._call:
+            if not call.function.name:
+                # More of a call that text has ended: what was handed on of it cannot be taken back.
+                raise _broke_off(f"tool call {call.index} goes on after its end")
             self._end_block(events)
             self._call = call.index
             block = Call(id=call.id or "", name=call.function.name or "", arguments="")
@@ -715,10 +758,12 @@ def error_of(status: int | None, data: bytes) -> EngineError:
             ErrorKind(status=400, code="invalid_request", message=said), infra=False, detail=detail
         )
     if status in (429, 503):
-        kind = ErrorKind(status=503, code="overloaded", message=f"the engine is busy: {said}")
-        return _Failed(kind, infra=True, detail=detail, again=True)
-    kind = ErrorKind(status=500, code="internal", message=f"the engine answered {status}: {said}")
-    return _Failed(kind, infra=True, detail=detail, again=status >= 500)
+        kind = ErrorKind(status=503, code="overloaded", message="the engine is busy")
+        said = f"{kind.message}: {said}"
+        return _Failed(kind, infra=True, detail=detail, message=said, again=True)
+    kind = ErrorKind(status=500, code="internal", message="the engine failed")
+    said = f"the engine answered {status}: {said}"
+    return _Failed(kind, infra=True, detail=detail, message=said, again=status >= 500)
 
 
 def overflow_message(said: str) -> str:
@@ -746,13 +791,14 @@ def _said(data: bytes) -> tuple[str, int | None]:
 
 def _unreachable(error: Exception) -> EngineError:
     said = str(error) or type(error).__name__
-    kind = ErrorKind(status=503, code="overloaded", message=f"the engine cannot be reached: {said}")
-    return _Failed(kind, infra=True, detail=said, again=True)
+    kind = ErrorKind(status=503, code="overloaded", message="the engine cannot be reached")
+    message = f"{kind.message}: {said}"
+    return _Failed(kind, infra=True, detail=said, message=message, again=True)
 
 
 def _broke_off(what: str) -> EngineError:
-    kind = ErrorKind(status=500, code="internal", message=f"the engine broke off: {what}")
-    return _Failed(kind, infra=True, again=True)
+    kind = ErrorKind(status=500, code="internal", message="the engine broke off")
+    return _Failed(kind, infra=True, message=f"{kind.message}: {what}", again=True)
 
 
 def _aborted() -> EngineError:
@@ -768,6 +814,6 @@ def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
 
 
 def _unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:
-    said = f"the engine's answer cannot be read: {error}"
-    kind = ErrorKind(status=500, code="internal", message=said)
-    return _Failed(kind, infra=True, detail=data[:2048].decode("utf-8", "replace"), again=True)
+    kind = ErrorKind(status=500, code="internal", message="the engine's answer cannot be read")
+    detail = data[:2048].decode("utf-8", "replace")
+    return _Failed(kind, infra=True, detail=detail, message=f"{kind.message}: {error}", again=True)

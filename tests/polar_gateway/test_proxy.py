@@ -14,6 +14,7 @@ import aiohttp
 import anyio
 import pytest
 
+from builders.eligible import Options, split
 from builders.records import Completion
 from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
 from polar_gateway.capture.session import SessionCapture, read_session
@@ -22,7 +23,8 @@ from polar_gateway.engines.vllm import Vllm
 from polar_gateway.errors import Failure
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.protocol import Sampling
-from polar_gateway.proxy import SEALED, Proxy, RefusedError, inflated, with_overrides
+from polar_gateway.proxy import SEALED, Proxy, with_overrides
+from polar_gateway.request_body import LONE_SURROGATE_NOTE
 from polar_gateway.sessions import Session, Sessions
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
@@ -352,7 +354,13 @@ async def test_the_seal_cancels_what_is_in_flight_at_once(tmp_path: Path, stream
         assert asked.status == (200 if stream else 400)
         assert b.session.calls == set()
         session = b.session.capture.completion_session([])
-        assert (session.completions, session.findings) == ([], ["call_cut_by_seal"])
+        if stream:
+            assert session.findings == []
+            [cut] = session.completions
+            assert 0 < len(cut.sampled_ids) < len(b.engine.calls[0].token_ids)
+            assert (cut.delivered, cut.findings) == (False, ["call_cut_by_seal"])
+        else:
+            assert (session.completions, session.findings) == ([], ["call_cut_by_seal"])
         assert b.session.engine_failure is None
         assert not b.engine.calls[0].finished
 
@@ -404,17 +412,29 @@ async def test_a_compressed_body_is_read(
         assert "compressed words" in b.engine.calls[0].prompt
 
 
-def test_decompression_is_bounded_and_checked() -> None:
-    assert inflated(gzip.compress(b"x" * 1000), "gzip", 1000) == b"x" * 1000
-    for data, encoding, limit, status in [
-        (gzip.compress(b"x" * 1_000_000), "gzip", 1000, 413),
-        (b"no gzip", "gzip", 1000, 400),
-        (gzip.compress(b"x" * 1000)[:-12], "gzip", 10_000, 400),
-        (b"x", "zstd", 1000, 400),
-    ]:
-        with pytest.raises(RefusedError) as refused:
-            inflated(data, encoding, limit)
-        assert refused.value.kind.status == status
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_a_body_nested_without_end_is_a_400_in_the_dialects_shape(
+    tmp_path: Path, dialect: str
+) -> None:
+    path, body = CALLS[dialect]
+    start = json.dumps({"model": "m", **body})[:-1].encode()
+    deep = start + b', "x": ' + b'{"a":' * 900 + b"1" + b"}" * 901
+    async with bench(tmp_path) as b:
+        status, answer = await b.ask(path, deep)
+        assert status == 400
+        assert error_of(dialect, answer)[1] == "the body is nested too deeply"
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_half_an_emoji_is_replaced_and_noted(tmp_path: Path, dialect: str) -> None:
+    path, body = CALLS[dialect]
+    asked = json.dumps({"model": "m", **body}).replace('"hi"', '"cut \\ud83d..."')
+    async with bench(tmp_path) as b:
+        status, _ = await b.ask(path, asked.encode())
+        assert status == 200
+        assert "cut \ufffd..." in b.engine.calls[0].prompt
+        assert b.completions[0].notes == [LONE_SURROGATE_NOTE]
+        assert b.session.engine_failure is None
 
 
 @pytest.mark.parametrize("dialect", CALLS)
@@ -512,7 +532,7 @@ async def test_a_lasting_failure_is_a_status_and_noted_until_a_call_succeeds(
     async with bench(tmp_path, faults=[Fault(status=500, times=3, message="no luck")]) as b:
         status, answer = await b.ask("/v1/chat/completions", b.chat(stream=stream))
         assert status == 500
-        assert "no luck" in answer["error"]["message"]
+        assert answer["error"]["message"] == "the engine failed"
         assert b.session.engine_failure == Failure(
             boundary="engine",
             message="the engine answered 500: no luck",
@@ -525,7 +545,7 @@ async def test_a_lasting_failure_is_a_status_and_noted_until_a_call_succeeds(
 
 
 @pytest.mark.parametrize("dialect", CALLS)
-async def test_an_error_in_mid_stream_is_said_in_band_and_is_no_completion(
+async def test_an_error_in_mid_stream_is_said_in_band_and_what_came_before_is_counted(
     tmp_path: Path, dialect: str
 ) -> None:
     path, body = CALLS[dialect]
@@ -536,17 +556,32 @@ async def test_an_error_in_mid_stream_is_said_in_band_and_is_no_completion(
         assert '"finish_reason":"stop"' not in text
         assert "message_stop" not in text
         assert "response.completed" not in text
-        assert b.completions == []
+        session = b.session.capture.completion_session([])
+        [broken] = session.completions
+        assert list(broken.sampled_ids) == b.engine.calls[0].token_ids[:5]
+        assert (broken.finish_reason, broken.findings) == (None, ["engine_broke_off"])
+        counts = {"completions": 1, "tokens": 5}
+        assert split(session, Options()) == ([], {"undelivered": counts})
         assert b.session.engine_failure is not None
         assert b.engine.total_calls == 1, "a part was handed on, so it must not be sampled again"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_aborted_generation_is_not_recorded(tmp_path: Path, stream: bool) -> None:
+async def test_an_aborted_generation_is_not_recorded(tmp_path: Path) -> None:
     async with bench(tmp_path, faults=[Fault(abort_after=3, times=3)]) as b:
-        status, answer = await b.ask("/v1/chat/completions", b.chat(stream=stream))
-        assert status == 503 or "aborted the generation" in str(answer)
+        status, answer = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 503
+        assert "aborted the generation" in answer["error"]["message"]
         assert b.completions == []
+        assert b.session.engine_failure is not None
+
+
+async def test_what_was_handed_on_of_an_aborted_generation_is_counted(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.01, faults=[Fault(abort_after=5)]) as b:
+        _, answer = await b.ask("/v1/chat/completions", b.chat(stream=True))
+        assert "aborted the generation" in answer
+        [broken] = b.completions
+        assert len(broken.sampled_ids) == 5
+        assert (broken.finish_reason, broken.delivered) == (None, False)
         assert b.session.engine_failure is not None
 
 
@@ -574,12 +609,24 @@ async def test_what_the_engine_leaves_out_is_a_finding(tmp_path: Path) -> None:
     assert completion.findings == ["logprobs_missing"]
 
 
+async def test_a_harness_learns_nothing_of_where_the_engine_is(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        engine = b.engine.url
+        await b.engine.__aexit__(None, None, None)
+        status, answer = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 503
+        assert answer["error"]["message"] == "the engine cannot be reached"
+        failure = b.session.engine_failure
+        assert failure is not None
+        assert engine.rsplit(":", 1)[1] in failure.message
+
+
 async def test_a_full_disk_fails_the_call_and_is_noted(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         with files_limited_to(b.journal.stat().st_size):
             status, answer = await b.ask("/v1/chat/completions", b.chat())
             assert status == 500
-            assert "cannot write to the journal" in answer["error"]["message"]
+            assert answer["error"]["message"] == "the gateway could not record this call"
             assert list(b.engine.calls) == [], "without a durable intent nothing is asked"
         assert b.session.engine_failure is not None
         assert b.session.engine_failure.boundary == "capture"
@@ -594,11 +641,14 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, st
                 await until(lambda: len(b.engine.calls) == 1)
                 disk.enter_context(files_limited_to(b.journal.stat().st_size))
         assert asked.status == (200 if stream else 500)
-        assert "cannot write to the journal" in str(asked.answer)
+        assert "could not record this call" in str(asked.answer)
+        assert str(b.journal) not in str(asked.answer)
         assert '"finish_reason":"stop"' not in str(asked.answer)
         assert b.completions == []
         session = b.session.capture.completion_session([])
         assert session.findings == ["call_unfinished"]
+        assert b.session.engine_failure is not None
+        assert str(b.journal) in b.session.engine_failure.message
 
 
 # ---- time ----
@@ -622,11 +672,11 @@ async def test_headers_leave_before_the_engine_speaks_and_silence_is_filled(
 
 
 async def test_what_fails_after_the_headers_is_said_in_band(tmp_path: Path) -> None:
-    faults = [Fault(delay=0.2, status=500, times=3, message="too late")]
+    faults = [Fault(delay=0.2, status=500, times=3)]
     async with bench(tmp_path, faults=faults, header_delay=0.05) as b:
         status, text = await b.ask("/v1/chat/completions", b.chat(stream=True))
     assert status == 200
-    assert "too late" in text
+    assert "the engine failed" in text
 
 
 async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> None:
@@ -718,6 +768,68 @@ async def test_a_session_may_have_many_calls_but_not_any_number(tmp_path: Path) 
         assert status == 429
         assert "2 model calls in flight" in answer["error"]["message"]
         assert (first.status, second.status) == (200, 200)
+
+
+async def sending(b: Bench, path: str, sent: bytes, size: int) -> asyncio.StreamWriter:
+    """A connection on which a request of `size` bytes has begun, of which `sent` is sent."""
+    host, port = b.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\ncontent-length: {size}\r\n\r\n"
+    writer.write(head.encode() + sent)
+    await writer.drain()
+    return writer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+async def test_a_request_counts_from_its_first_byte(tmp_path: Path, path: str) -> None:
+    async with bench(tmp_path, max_calls=2) as b:
+        writers = [await sending(b, path, b"{", 1000) for _ in range(2)]
+        await until(lambda: len(b.session.calls) == 2)
+        status, answer = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 429
+        assert "2 model calls in flight" in answer["error"]["message"]
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: not b.session.calls)
+        assert (await b.ask("/v1/chat/completions", b.chat()))[0] == 200
+
+
+async def test_unfinished_bodies_of_a_session_are_bounded_together(tmp_path: Path) -> None:
+    path = "/v1/chat/completions"
+    async with bench(tmp_path, max_unread_bytes=250_000) as b:
+        writer = await sending(b, path, b"x" * 200_000, 300_000)
+        await asyncio.sleep(0.1)
+        status, answer = await b.ask(path, b"x" * 1_000_000)
+        assert status == 429
+        assert "more than 250000 bytes at once" in answer["error"]["message"]
+        writer.transport.abort()
+        await until(lambda: not b.session.calls)
+        status, _ = await b.ask(path, b.chat("x" * 100_000))
+        assert status == 200
+
+
+async def test_the_seal_ends_a_request_that_is_still_coming(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        writer = await sending(b, "/v1/chat/completions", b"{", 1000)
+        await until(lambda: len(b.session.calls) == 1)
+        b.session.seal()
+        await until(lambda: not b.session.calls)
+        writer.close()
+
+
+async def test_a_harness_that_sent_its_next_request_and_left_has_not_got_its_answer(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, token_delay=0.02, retry_grace=0.1) as b:
+        data = json.dumps(b.chat(stream=True)).encode()
+        writer = await sending(b, "/v1/chat/completions", data, len(data))
+        await until(lambda: len(b.engine.calls) == 1)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await until(lambda: not b.session.calls)
+        assert not b.engine.calls[0].finished
+        assert [c.delivered for c in b.completions] == [False]
 
 
 def test_the_refusal_of_a_sealed_session_is_one_that_is_rarely_asked_again() -> None:

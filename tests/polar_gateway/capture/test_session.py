@@ -9,13 +9,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders.records import Completion, CompletionSession, Ids
+from builders.eligible import Options, split
+from builders.records import Completion, CompletionSession, Floats, Ids
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import OpenCall, SessionCapture, read_session, shared_prefix
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineReply
+from tests.polar_gateway.capture.test_journal import files_limited_to
 
 END = 7
+
+
+class Stream:
+    """A generation that has come as far as its last `say`."""
+
+    def __init__(self, prompt: list[int] | None) -> None:
+        self._prompt = prompt
+        self._sampled: list[int] = []
+        self._asked = 0
+
+    def say(self, *ids: int) -> "Stream":
+        self._sampled += ids
+        return self
+
+    @property
+    def prompt_ids(self) -> Ids | None:
+        return None if self._prompt is None else array("i", self._prompt)
+
+    def sampled_so_far(self) -> tuple[Ids, Floats]:
+        ids = array("i", self._sampled[self._asked :])
+        self._asked = len(self._sampled)
+        return ids, array("f", [-0.5] * len(ids))
+
+    @property
+    def reply(self) -> EngineReply:
+        return reply(self._prompt or [], self._sampled)
 
 
 def capture_in(folder: Path) -> SessionCapture:
@@ -201,16 +229,123 @@ def test_calls_that_end_out_of_order_are_listed_in_order_of_arrival(tmp_path: Pa
     assert [completion.tail[0] for completion in listed] == [1, 2]
 
 
-def test_a_failed_call_is_no_completion_and_a_finding(tmp_path: Path) -> None:
+def test_a_call_that_fails_before_it_samples_is_no_completion_and_a_finding(
+    tmp_path: Path,
+) -> None:
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
-    call.append(array("i", [1]), array("f", [-1.0]))
+    call.follow(Stream([1, 2]), {})
+    call.append()
     call.fail("the engine broke off")
     assert not call.is_open
     session = capture.completion_session([END])
     assert (session.completions, session.findings) == ([], ["call_failed"])
     assert session.end_of_turn_ids == [END]
     assert plain(read_session(tmp_path / "journal", [END])) == plain(session)
+
+
+def assert_counted_and_not_trained_on(
+    session: CompletionSession, sampled: list[int], finding: str
+) -> None:
+    [completion] = session.completions
+    assert list(completion.sampled_ids) == sampled
+    assert list(completion.logprobs or ()) == [-0.5] * len(sampled)
+    assert completion.findings == [finding]
+    assert (completion.finish_reason, completion.stop_reason) == (None, None)
+    assert session.findings == []
+    counts = {"completions": 1, "tokens": len(sampled)}
+    assert split(session, Options()) == ([], {"undelivered": counts})
+
+
+@pytest.mark.parametrize("appended", [False, True])
+def test_what_a_call_sampled_before_it_failed_is_counted_and_not_trained_on(
+    tmp_path: Path, appended: bool
+) -> None:
+    capture = capture_in(tmp_path)
+    call, stream = start(capture, [user("a")]), Stream([1, 2])
+    call.follow(stream, {"top_p": 0.9})
+    stream.say(3, 4)
+    if appended:
+        call.append()
+    stream.say(5)
+    call.fail("it broke", "engine_broke_off")
+    call.fail("it broke", "engine_broke_off")
+    session = capture.completion_session()
+    assert_counted_and_not_trained_on(session, [3, 4, 5], "engine_broke_off")
+    assert session.completions[0].sampling == {"top_p": 0.9}
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+
+
+def test_what_a_call_sampled_before_the_seal_is_counted_and_not_trained_on(
+    tmp_path: Path,
+) -> None:
+    capture = capture_in(tmp_path)
+    first = start(capture, [user("a")]).close(reply([1], [2]), {})
+    call, stream = start(capture, [user("a"), first.response_message, user("b")]), Stream([1, 2, 8])
+    call.follow(stream.say(3, 4), {})
+    call.append()
+    stream.say(5)
+    capture.seal()
+    session = capture.completion_session()
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+    cut = session.completions.pop()
+    assert list(cut.prompt_ids) == [1, 2, 8]
+    assert cut.parent is first
+    session.completions = [cut]
+    assert_counted_and_not_trained_on(session, [3, 4, 5], "call_cut_by_seal")
+
+
+def test_a_journal_that_ends_in_mid_call_tells_what_was_appended(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    first = start(capture, [user("a")]).close(reply([1], [2]), {})
+    call, stream = start(capture, [user("a"), first.response_message, user("b")]), Stream([1, 2, 8])
+    call.follow(stream.say(3), {})
+    call.append()
+    call.append()
+    stream.say(4, 5)
+    call.append()
+    stream.say(6)
+    session = read_session(tmp_path / "journal")
+    assert plain(session) == plain(capture.completion_session())
+    cut = session.completions.pop()
+    assert list(cut.prompt_ids) == [1, 2, 8]
+    assert (cut.shared, cut.messages[-1]) == (2, user("b"))
+    session.completions = [cut]
+    assert_counted_and_not_trained_on(session, [3, 4, 5], "call_unfinished")
+
+
+def test_a_journal_knows_the_engines_end_of_turn(tmp_path: Path) -> None:
+    capture = SessionCapture(
+        session_id="s1",
+        task_id=None,
+        journal_path=tmp_path / "journal",
+        metadata={},
+        policy_version=None,
+        end_of_turn_ids=[END],
+    )
+    assert capture.completion_session().end_of_turn_ids == [END]
+    assert capture.completion_session([9]).end_of_turn_ids == [9]
+    assert read_session(tmp_path / "journal").end_of_turn_ids == [END]
+
+
+def test_a_seal_that_cannot_be_journalled_seals_all_the_same_and_says_so(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    silent, speaking = start(capture, [user("a")]), start(capture, [user("b")])
+    speaking.follow(Stream([1]).say(3, 4), {})
+    with (
+        files_limited_to((tmp_path / "journal").stat().st_size),
+        pytest.raises(CaptureError, match="cannot write to the journal"),
+    ):
+        capture.seal()
+    capture.seal()
+    assert not silent.is_open
+    assert not speaking.is_open
+    with pytest.raises(CaptureError, match="session s1 is sealed"):
+        start(capture, [user("c")])
+    session = capture.completion_session()
+    assert session.findings == ["call_cut_by_seal", "journal_failed"]
+    session.findings = []
+    assert_counted_and_not_trained_on(session, [3, 4], "call_cut_by_seal")
 
 
 def test_an_undelivered_answer_is_marked(tmp_path: Path) -> None:
@@ -272,7 +407,18 @@ Ids_ = st.lists(st.integers(0, 3), min_size=0, max_size=6)
 def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int], list[int], str]]:
     """Calls as (what, which earlier call it continues, new prompt ids, sampled ids, text)."""
     what = st.sampled_from(
-        ["turn", "turn", "turn", "fresh", "other tools", "failed", "lost", "open"]
+        [
+            "turn",
+            "turn",
+            "turn",
+            "fresh",
+            "other tools",
+            "failed",
+            "broken",
+            "lost",
+            "open",
+            "silent",
+        ]
     )
     return draw(
         st.lists(
@@ -285,7 +431,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int], list[int], str
 def play(
     capture: SessionCapture, history: list[tuple[str, int, list[int], list[int], str]]
 ) -> list[tuple[list[int], list[dict[str, Any]]]]:
-    """Make the calls; returns prompt and messages of those that completed, as they were sent."""
+    """Make the calls; returns prompt and messages of those that sampled, as they were sent."""
     done: list[Completion] = []
     sent = []
     for what, which, added, sampled, text in history:
@@ -299,14 +445,19 @@ def play(
             messages = [*base.messages, answer, user(text)]
             prompt = [*base.context_ids[: len(base.context_ids) - which % 3], *added]
         call = start(capture, messages, [tool("b")] if what == "other tools" else None)
-        if what == "open":
-            continue
-        call.append(array("i", sampled), array("f", [-1.0] * len(sampled)))
         if what == "failed":
             call.fail("broke")
+        if what in ("failed", "silent"):
+            continue
+        stream = Stream(prompt)
+        call.follow(stream.say(*sampled), {"top_p": 0.9})
+        call.append()
+        sent.append((prompt, messages))
+        if what == "broken":
+            call.fail("broke")
+        if what in ("broken", "open"):
             continue
         done.append(call.close(reply(prompt, sampled), {"top_p": 0.9}))
-        sent.append((prompt, messages))
         if what == "lost":
             call.undelivered()
     return sent
@@ -328,7 +479,10 @@ def test_a_journal_holds_exactly_the_live_session(
     capture.close()
     assert plain(read_session(folder / "journal", [END])) == plain(live)
     assert [(list(c.prompt_ids), c.messages) for c in live.completions] == sent
-    assert capture.completion_count == len(sent)
+    counted = split(live, Options())
+    tokens = sum(len(c.sampled_ids) for c in counted.eligible)
+    tokens += sum(counts["tokens"] for counts in counted.left_out.values())
+    assert tokens == sum(len(call[3]) for call in history if call[0] not in ("failed", "silent"))
 
 
 def test_the_shared_prefix_is_the_longest_one() -> None:

@@ -178,6 +178,26 @@ async def test_a_second_call_closes_the_first() -> None:
     ]
 
 
+async def test_a_call_that_goes_on_after_text_has_ended_it_is_an_error_and_no_nameless_call() -> (
+    None
+):
+    def chunk(**delta: Any) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "delta": delta}]}
+
+    chunks = [
+        chunk(tool_calls=[{"index": 0, "id": "a", "function": {"name": "one"}}]),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]),
+        chunk(content="\n"),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+        "[DONE]",
+    ]
+    app = Answers([sse(chunks[:2]), PAUSE, sse(chunks[2:])])
+    with pytest.raises(EngineError, match="tool call 0 goes on after its end") as raised:
+        await streamed(app)
+    assert raised.value.infra
+
+
 @pytest.mark.parametrize("size", [1, 7, 100, 5000])
 async def test_a_stream_may_be_cut_into_any_pieces_with_comments_between_events(size: int) -> None:
     whole = b": keep-alive\n\n: keep-alive\n\n" + sse(recording("tool_auto_regex_stream")["events"])
@@ -549,6 +569,72 @@ async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
         reply = await engine.complete(request, "msg_1")
         await engine.aclose()
     assert counted == len(reply.prompt_ids) == reply.usage.prompt_tokens
+
+
+def rendering(*rendered: tuple[int, Any], ids: list[int]) -> Answers:
+    """A vLLM through a probe, and then the answers to what is counted."""
+    reply = {
+        "prompt_token_ids": ids,
+        "choices": [
+            {
+                "message": {"content": "x"},
+                "finish_reason": "length",
+                "token_ids": [1],
+                "logprobs": {"content": [{"logprob": -1.0}]},
+            }
+        ],
+    }
+    tokenized = (200, {"count": 2, "tokens": [7, 8]})
+    return Answers(
+        (200, {"version": "0.32"}),
+        (200, {"data": [{"id": "tiny"}]}),
+        (200, reply),
+        (200, {"token_ids": [4, 5, 6]}),
+        tokenized,
+        tokenized,
+        *rendered,
+    )
+
+
+TOO_LONG = (400, recording("err_ctx_chat")["response"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "answers", "paths", "count"),
+    [
+        ([4, 5, 6], [(200, {"token_ids": [1, 2, 3, 4, 5]})], ["/v1/chat/completions/render"], 5),
+        (
+            [4, 5, 6],
+            [TOO_LONG, (200, {"count": 2, "tokens": [7, 8]})],
+            ["/v1/chat/completions/render", "/tokenize"],
+            2,
+        ),
+        ([4, 5, 9], [(200, {"count": 2, "tokens": [7, 8]})], ["/tokenize"], 2),
+    ],
+)
+async def test_tokens_are_counted_by_the_chat_endpoints_own_rendering_where_that_is_offered(
+    ids: list[int], answers: list[Any], paths: list[str], count: int
+) -> None:
+    app = rendering(*answers, ids=ids)
+    asked = ModelRequest(model="m", messages=HI.messages, template_kwargs={"enable_thinking": True})
+    async with vllm_at(app) as engine:
+        assert (await engine.probe()).problems == []
+        assert app.requests[3] == app.requests[2], "rendered is what was asked"
+        before = len(app.paths)
+        assert await engine.count_tokens(asked) == count
+    assert app.paths[before:] == paths
+    assert app.requests[before]["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+async def test_what_cannot_be_rendered_for_another_reason_cannot_be_counted() -> None:
+    refusal = (400, recording("err_empty_tools")["response"])
+    async with vllm_at(rendering(refusal, ids=[4, 5, 6])) as engine:
+        await engine.probe()
+        try:
+            await engine.count_tokens(HI)
+        except EngineError as error:
+            raised = error
+    assert raised.kind.code == "invalid_request"
 
 
 async def test_streamed_and_whole_answers_of_one_engine_agree() -> None:
