@@ -8,7 +8,6 @@ session ended is decided in `_result` alone, and its runtimes are stopped under 
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -37,6 +36,7 @@ from polar_gateway.protocol import (
     agent_timeout,
 )
 from polar_gateway.runtimes.base import PackMount, Runtime, RuntimeRequest
+from polar_gateway.runtimes.trees import remove_tree
 from polar_gateway.sessions import Session
 from polar_gateway.verdicts import verdict
 
@@ -223,7 +223,7 @@ class SessionRun:
             )
         scratch = self._folder / f"runtime-{purpose}"
         scratch.mkdir()
-        teardown.callback(shutil.rmtree, scratch, ignore_errors=True)
+        teardown.push_async_callback(self._remove_scratch, scratch)
         serves_model = purpose == "agent"
         runtime = backend(
             RuntimeRequest(
@@ -300,6 +300,13 @@ class SessionRun:
             self._findings.append(
                 Finding(code="processes_not_stopped", message=f"not within {KILL_SECONDS:g} s")
             )
+
+    async def _remove_scratch(self, scratch: Path) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(remove_tree, scratch)
+        except OSError as error:
+            logger.warning("session %s left files behind: %s", self.session.session_id, error)
 
     async def _stop_runtime(self, runtime: Runtime) -> None:
         with anyio.move_on_after(KILL_SECONDS, shield=True) as scope:

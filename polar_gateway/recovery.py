@@ -6,7 +6,6 @@ was cut off: it ends as an infrastructure failure, with the traces that its jour
 """
 
 import logging
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from polar_gateway import stages
 from polar_gateway.capture.session import read_session
 from polar_gateway.errors import BoundaryError, Failure, boundary
 from polar_gateway.protocol import Finding, SessionDispatchRequest, SessionResult
+from polar_gateway.runtimes.trees import remove_tree
 from polar_gateway.verdicts import verdict
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,11 @@ def was_accepted(folder: Path) -> bool:
 
 def sweep(attempts: Path) -> None:
     """Remove the runtimes' files that nobody lives to remove; for a node that runs nothing yet."""
-    for leftover in [*attempts.glob("*/runtime-*"), *attempts.glob(f"*/{stages.WORKDIR_COPY}")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in attempts.glob("*/runtime-*"):
+        try:
+            remove_tree(leftover)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", leftover, error)
 
 
 def mark_ended(folder: Path) -> None:

@@ -4,9 +4,8 @@ Every function does one stage for one session and raises BoundaryError when its 
 the order, the slots and the endings are the pipeline's.
 """
 
-import functools
 import math
-import shutil
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -37,9 +36,6 @@ PACKS_DIR = "/polar/packs"
 
 HIDDEN = "[session key]"
 """What stands for the session's key in anything that is reported."""
-
-WORKDIR_COPY = "workdir.tar"
-"""Where, in an attempt's folder, a workdir waits on its way from one runtime to another."""
 
 OUTPUT_TAIL = 256 * 1024
 """Bytes of each output stream of the harness by which its end is judged."""
@@ -330,17 +326,13 @@ async def keep_native_logs(runtime: Runtime, plan: LaunchPlan, artifacts_dir: Pa
 async def move_workdir(
     agent: Runtime, agent_where: Paths, fresh: Runtime, fresh_where: Paths, scratch: Path
 ) -> None:
-    """Lay the agent's workdir over the fresh runtime's; what the agent deleted is deleted there."""
-    copy = scratch / "workdir"
-    with boundary("evaluator", "the agent's workdir could not be moved to the fresh runtime"):
-        await agent.download(agent_where.workdir, copy)
-        cleared = await fresh.exec(
-            f"find {_quoted(fresh_where.workdir)} -mindepth 1 -delete", cwd="/", timeout=300
-        )
-        if cleared.return_code != 0:
-            raise OSError(f"the fresh workdir could not be cleared: {cleared.stderr}")
-        await fresh.upload(copy, fresh_where.workdir)
-    await anyio.to_thread.run_sync(functools.partial(shutil.rmtree, copy, ignore_errors=True))
+    """Replace the fresh runtime's workdir by the agent's, links as they are; never unpacked here."""
+    with (
+        boundary("evaluator", "the agent's workdir could not be moved to the fresh runtime"),
+        tempfile.TemporaryFile(dir=scratch) as file,
+    ):
+        await agent.export(agent_where.workdir, file)
+        await fresh.import_(fresh_where.workdir, file)
 
 
 def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Trajectory:
