@@ -2,11 +2,10 @@
 
 What is unpacked here was written by an agent: it may hold links out of the tree, chains of links that
 defeat a check, devices, or be endless. So links are made last, when nothing is written any more that
-could go through one, and only if their text alone shows that they stay inside; the standard library's
-`data` filter, which follows links to judge them, decides about the rest.
+could go through one, and only if their text alone shows that they stay inside.
 
 What only passes through on its way into another place of the same kind keeps its links wherever they
-point (`unpack_verbatim`): out there they were the agent's too.
+point (`move`, `unpack_verbatim`): out there they were the agent's too.
 """
 
 import io
@@ -14,7 +13,7 @@ import os
 import tarfile
 import time
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
 MAX_BYTES = 4 << 30
@@ -93,10 +92,11 @@ def pack_content(name: str, content: bytes, mode: int, owner: Owner | None) -> I
 
 
 def unpack(archive: IO[bytes], target: Path) -> list[str]:
-    """Unpack the one file or folder in `archive` as `target`, overwriting files that exist.
+    """Unpack the one file or folder in `archive` as `target`, which may be a file or an empty folder.
 
     Returns the entries left out because they would reach out of `target` or are no plain files.
-    Raises ValueError when the archive is empty, too large, or is itself such an entry.
+    Raises ValueError when the archive is empty, too large, or is itself such an entry, and
+    FileExistsError when `target` is a folder with something in it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=archive, mode="r:") as source:
@@ -112,36 +112,14 @@ def unpack(archive: IO[bytes], target: Path) -> list[str]:
 
 
 def unpack_verbatim(archive: IO[bytes], target: Path) -> None:
-    """Unpack an archive of a folder's content into the empty folder `target`, just as it was.
+    """Unpack an archive of a folder's content into the empty folder `target`, just as it was, links
+    wherever they point.
 
-    Links are made last, wherever they point, so nothing is written through one; devices and pipes
-    are left out. Raises ValueError for an entry that is named to lie elsewhere.
+    Raises ValueError for an entry that is named to lie elsewhere or is no plain file.
     """
-    links: list[tarfile.TarInfo] = []
-    folders: list[tarfile.TarInfo] = []
-
-    def extract(entry: tarfile.TarInfo, *, finally_: bool = True) -> None:
-        source.extract(
-            entry, target, set_attrs=finally_, numeric_owner=True, filter="fully_trusted"
-        )
-
     with tarfile.open(fileobj=archive, mode="r:") as source:
-        for entry in source:
-            for name in (entry.name, entry.linkname if entry.islnk() else "."):
-                if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                    raise ValueError(f"the archive's entry {name!r} lies outside of it")
-            if entry.issym():
-                links.append(entry)
-            elif entry.isdir():
-                extract(entry, finally_=False)
-                folders.append(entry)
-            elif not entry.isdev():
-                extract(entry)
-        for link in links:
-            extract(link)
-        # Their times and permissions, now that nothing is written into them any more.
-        for folder in reversed(folders):
-            extract(folder)
+        if refused := _unpack_below(source, "", target, verbatim=True):
+            raise ValueError(f"the archive's entry {refused[0]!r} is no plain file or lies outside")
 
 
 def move(content: IO[bytes], folder: str, into: Writable) -> None:
@@ -193,31 +171,71 @@ def stays_inside(link: str, points_to: str) -> bool:
 
 
 def _unpack_folder(source: tarfile.TarFile, top: tarfile.TarInfo, target: Path) -> list[str]:
-    refused: list[str] = []
-    links: list[tarfile.TarInfo] = []
-    root = top.name.rstrip("/") + "/"
     target.mkdir(exist_ok=True)
+    if any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty")
+    return _unpack_below(source, top.name.rstrip("/") + "/", target, verbatim=False)
+
+
+def _unpack_below(source: tarfile.TarFile, root: str, target: Path, *, verbatim: bool) -> list[str]:
+    """Unpack what is named below `root` into the empty folder `target`; returns what was left out.
+
+    Entries are judged by their names alone: asking the file system where each leads would take
+    longer the deeper it lies, and an agent may lay it deep. Symbolic links are made last. So a hard
+    link to one is another one, and a hard link to what was left out is left out.
+    """
+    refused: list[str] = []
+    links: dict[str, str] = {}
+    files: set[str] = set()
+    folders: list[tarfile.TarInfo] = []
     for count, entry in enumerate(source):
         if count > MAX_ENTRIES:
-            raise ValueError(f"the folder {top.name!r} holds more than {MAX_ENTRIES} entries")
+            raise ValueError(f"the archive holds more than {MAX_ENTRIES} entries")
         if not entry.name.startswith(root):
             continue
-        entry.name = entry.name.removeprefix(root)
-        if entry.issym():
-            links.append(entry)
-            continue
-        if entry.islnk():
-            entry.linkname = entry.linkname.removeprefix(root)
-        try:
-            source.extract(entry, target, filter="data")
-        except tarfile.FilterError:
-            refused.append(entry.name)
-    for link in links:
-        if stays_inside(link.name, link.linkname):
-            source.extract(link, target, filter="fully_trusted")
+        name = entry.name = os.path.normpath(entry.name.removeprefix(root))
+        if name.startswith(("/", "../")) or name == "..":
+            refused.append(name)
+        elif entry.issym():
+            links[name] = entry.linkname
+        elif entry.islnk():
+            twin = os.path.normpath(entry.linkname.removeprefix(root))
+            if twin in files:
+                os.link(target / twin, target / name)
+                files.add(name)
+            elif twin in links:
+                links[name] = links[twin]
+            else:
+                refused.append(name)
+        elif entry.isdir():
+            folders.append(entry if verbatim else _plain(entry))
+            _extract(source, folders[-1], target, finished=False)
+        elif entry.isreg():
+            _extract(source, entry if verbatim else _plain(entry), target)
+            files.add(name)
         else:
-            refused.append(link.name)
+            refused.append(name)
+    for name, points_to in links.items():
+        if verbatim or stays_inside(name, points_to):
+            os.symlink(points_to, target / name)
+        else:
+            refused.append(name)
+    # Their times and permissions, now that nothing is written into them any more.
+    for folder in reversed(folders):
+        _extract(source, folder, target)
     return refused
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A file or folder as the gateway would have made it: its own, and open to no one else's writing."""
+    mode = None if entry.isdir() else entry.mode & 0o755 | 0o600
+    return entry.replace(mode=mode, uid=None, gid=None, uname=None, gname=None, deep=False)  # type: ignore[arg-type]
+
+
+def _extract(
+    source: tarfile.TarFile, entry: tarfile.TarInfo, target: Path, *, finished: bool = True
+) -> None:
+    source.extract(entry, target, set_attrs=finished, numeric_owner=True, filter="fully_trusted")
 
 
 def _unpack_file(source: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> None:

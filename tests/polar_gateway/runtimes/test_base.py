@@ -255,13 +255,12 @@ async def test_folders_nested_deeper_than_a_stack_are_nothing_special(
     open_place: OpenPlace, tmp_path: Path
 ) -> None:
     place, fresh = await open_place(), await open_place()
-    nest = "i=0; while [ $i -lt 1100 ]; do mkdir d && cd d || exit 1; i=$((i+1)); done; touch x"
-    assert (await place.exec(f"mkdir w; cd w; {nest}")).return_code == 0
+    assert (await place.exec(f"mkdir -p w/{'d/' * 1100}")).return_code == 0
     with (tmp_path / "tar").open("w+b") as file:
         await place.export("/polar/session/w", file)
         await fresh.import_("/polar/session/w", file)
         await fresh.import_("/polar/session/w", file)
-    assert (await fresh.exec("find w | wc -l")).stdout.strip() == "1102"
+    assert (await fresh.exec("find w | wc -l")).stdout.strip() == "1101"
     await place.download("/polar/session/w", tmp_path / "w")
     remove_tree(tmp_path / "w")
 
