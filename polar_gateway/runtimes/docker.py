@@ -48,6 +48,8 @@ _REMOVE_SECONDS = 60.0
 _THAW_SECONDS = 5.0
 _CLEAR_SECONDS = 300.0
 _START_SECONDS = 600.0
+"""Past this age, a container that was made and never started is not about to be."""
+
 _VIRTUAL = ("/dev", "/proc", "/sys")
 """Where an upload would be written below a mount, and never be seen."""
 
