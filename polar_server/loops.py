@@ -1,7 +1,8 @@
 """The shape of every loop here: act on what the store says, then wait to be woken or until due.
 
-A loop holds no queue. So a restart, a lost wake-up and a repeated one are the same case, and a
-database that fails for a moment costs a pause.
+A loop holds no queue. So a restart, a lost wake-up and a repeated one are the same case, and
+whatever fails, a database for a moment or our own code for one item, costs that step or item a pause
+and never the others.
 """
 
 import logging
@@ -12,7 +13,6 @@ from typing import TypeVar
 
 import anyio
 import anyio.abc
-from sqlalchemy.exc import SQLAlchemyError
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class Loop(ABC):
                 self._finished.clear()
                 try:
                     due_at = await self.step(group)
-                except (SQLAlchemyError, OSError):
-                    logger.exception("%s: the store failed; trying again", type(self).__name__)
+                except Exception:
+                    logger.exception("%s: a step failed; trying again", type(self).__name__)
                     due_at = time.time() + TROUBLE_SECONDS
                 wait = LONGEST_WAIT_SECONDS
                 if due_at is not None:
@@ -73,7 +73,7 @@ class Loop(ABC):
         look_again = True
         try:
             look_again = await work(what)
-        except (SQLAlchemyError, OSError):
+        except Exception:
             logger.exception("%s: %s failed; trying again", type(self).__name__, name)
             await anyio.sleep(TROUBLE_SECONDS)
         finally:
