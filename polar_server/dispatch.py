@@ -25,6 +25,8 @@ REPEAT_SECONDS = (0.2, 1.0)
 """Pauses before the repetitions of a dispatch that was not answered."""
 CANCEL_RETRY_SECONDS = 1.0
 SAID_BYTES = 2000
+UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
+"""What a call to a node raises; ValueError when its URL names no host that can be."""
 
 
 class Answer(Enum):
@@ -131,7 +133,7 @@ class Dispatcher:
                     allow_redirects=False,
                 ) as response:
                     return response.status, await response.content.read(SAID_BYTES)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except UNREACHABLE as error:
                 reason = str(error) or type(error).__name__
             if (pause := next(pauses, None)) is None:
                 return None, reason.encode()
@@ -148,7 +150,7 @@ class Dispatcher:
             ) as response:
                 status = response.status
             reason = f"it answered {status}"
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except UNREACHABLE as error:
             reason = str(error) or type(error).__name__
         if status == 404 or (status is not None and 200 <= status < 300):
             known = status != 404

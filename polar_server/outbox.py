@@ -8,13 +8,16 @@ Redirects are not followed: a body of trajectories goes where the task said and 
 import logging
 import random
 import time
+from collections.abc import AsyncIterator
 
 import aiohttp
+import anyio
 import anyio.abc
 import anyio.to_thread
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import iterate_in_threadpool
 
-from polar_gateway.results import ResultStore, splice, spliced_length
+from polar_gateway.results import Part, ResultStore, splice, spliced_length
 from polar_server import documents
 from polar_server.loops import Loop
 from polar_server.store.queries import Store
@@ -49,9 +52,7 @@ class Outbox(Loop):
         self._store = store
         self._results = results
         self._http = http
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=timeout_seconds, sock_read=timeout_seconds
-        )
+        self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._give_up_seconds = give_up_seconds
 
@@ -72,7 +73,13 @@ class Outbox(Loop):
         return True
 
     async def _try(self, callback: Callback) -> None:
-        problem, gone = await self._post(callback)
+        try:
+            problem, gone = await self._post(callback)
+        except SQLAlchemyError:
+            raise  # the loop tries again; it says nothing about the receiver
+        except Exception as error:
+            logger.exception("callback %s cannot be made", callback.callback_id)
+            problem, gone = f"{type(error).__name__}: {error}", False
         now = time.time()
         if problem is None:
             await self._store.callback_delivered(callback.callback_id, now)
@@ -93,20 +100,30 @@ class Outbox(Loop):
         parts = documents.task_result(task, sessions, self._results)
         try:
             length = await anyio.to_thread.run_sync(spliced_length, parts)
-            async with self._http.post(
-                callback.url,
-                data=iterate_in_threadpool(splice(parts)),
-                headers={
-                    "content-type": "application/json",
-                    "content-length": str(length),
-                    "webhook-id": callback.callback_id,
-                    "webhook-timestamp": str(int(time.time())),
-                },
-                timeout=self._timeout,
-                allow_redirects=False,
-            ) as response:
-                if 200 <= response.status < 300:
-                    return None, False
-                return f"the receiver answered {response.status}", response.status == GONE
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # aiohttp's own read timeout begins after the body; a receiver may stop reading within it.
+            with anyio.fail_after(self._timeout_seconds) as stall:
+                async with self._http.post(
+                    callback.url,
+                    data=self._body(parts, stall),
+                    headers={
+                        "content-type": "application/json",
+                        "content-length": str(length),
+                        "webhook-id": callback.callback_id,
+                        "webhook-timestamp": str(int(time.time())),
+                    },
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    allow_redirects=False,
+                ) as response:
+                    if 200 <= response.status < 300:
+                        return None, False
+                    return f"the receiver answered {response.status}", response.status == GONE
+        except TimeoutError:
+            return f"the receiver was silent for {self._timeout_seconds:g} s", False
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no such host can be
             return str(error) or type(error).__name__, False
+
+    async def _body(self, parts: list[Part], stall: anyio.CancelScope) -> AsyncIterator[bytes]:
+        """The body in blocks; each that the receiver takes puts off the end of its patience."""
+        async for block in iterate_in_threadpool(splice(parts)):
+            yield block
+            stall.deadline = anyio.current_time() + self._timeout_seconds

@@ -1,9 +1,12 @@
+import socket
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import anyio
+import anyio.abc
 import msgspec
+import pytest
 
 from polar_gateway.protocol import SessionResult
 from polar_server.outbox import pause_seconds
@@ -24,6 +27,13 @@ def callbacks(folder: Path) -> list[tuple[str, str | None]]:
     """Status and last error of every callback that the server on `folder` recorded."""
     with closing(sqlite3.connect(folder / "polar.db")) as database:
         return database.execute("SELECT status, last_error FROM outbox").fetchall()
+
+
+def rewrite(folder: Path, statement: str, *values: object) -> None:
+    """Change what the server on `folder` recorded."""
+    with closing(sqlite3.connect(folder / "polar.db", timeout=10)) as database:
+        database.execute(statement, values)
+        database.commit()
 
 
 def test_the_pause_doubles_up_to_five_minutes():
@@ -116,6 +126,65 @@ async def test_failed_and_cancelled_tasks_are_told_too(tmp_path: Path):
     assert [one.status for one in results] == ["ERROR", "ERROR"]
     assert {one.failure.boundary for one in results if one.failure} == {"cancelled"}
     assert failed["results"][0]["failure"]["boundary"] == "runtime"
+
+
+async def test_a_receiver_that_stops_reading_is_a_failed_try(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as stalled:
+        url = f"http://127.0.0.1:{stalled.getsockname()[1]}/"
+        async with polar(tmp_path, callback_timeout_seconds=0.3) as server, node(server) as gateway:
+            await server.submit(task(callback_url=url))
+            (dispatch,) = await gateway.has(1)
+            await server.report(result(dispatch, padding="x" * 20_000_000))
+            silent = ("pending", "the receiver was silent for 0.3 s")
+            await until(lambda: callbacks(tmp_path) == [silent])
+
+
+async def test_a_receiver_that_reads_slowly_but_steadily_gets_it_all(tmp_path: Path):
+    read = 0
+
+    async def take(stream: anyio.abc.SocketStream) -> None:
+        nonlocal read
+        async with stream:
+            while read < 8_000_000:
+                read += len(await stream.receive(1 << 20))
+                await anyio.sleep(0.02)
+            await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        anyio.create_task_group() as group,
+        polar(tmp_path, callback_timeout_seconds=0.5) as server,
+        node(server) as gateway,
+    ):
+        group.start_soon(listener.serve, take)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        await server.submit(task(callback_url=f"http://127.0.0.1:{port}/"))
+        await server.report(result((await gateway.has(1))[0], padding="x" * 8_000_000))
+        began = anyio.current_time()
+        await until(lambda: callbacks(tmp_path) == [("delivered", None)])
+        assert anyio.current_time() - began > 0.5
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("url", ["http://a..b/", "http://.example.com/", "http://a:port/"])
+async def test_a_url_from_before_urls_were_checked_is_a_failed_try(tmp_path: Path, url: str):
+    async with polar(tmp_path) as server, node(server) as gateway:
+        await server.submit(task(callback_url="http://localhost:9/"))
+        await gateway.has(1)
+        rewrite(tmp_path, "UPDATE tasks SET callback_url = ?", url)
+        await server.report(result(gateway.taken[0]))
+        await until(lambda: callbacks(tmp_path)[0][1] is not None)
+        assert callbacks(tmp_path)[0][0] == "pending"
+        assert (await server.http.get("/health")).status_code == 200
+
+
+async def test_a_task_that_can_no_longer_be_read_is_a_failed_try(tmp_path: Path):
+    async with polar(tmp_path) as server, trainer() as receiver:
+        await server.submit(task(callback_url=receiver.url))
+        rewrite(tmp_path, "UPDATE tasks SET request = ?", b"{}")
+        await server.http.delete("/rollout/task/fix-it")
+        await until(lambda: "ValidationError" in (callbacks(tmp_path)[0][1] or ""))
+        assert (await server.http.get("/health")).status_code == 200
 
 
 async def test_a_run_that_was_replaced_before_it_was_told_is_told_all_the_same(tmp_path: Path):
