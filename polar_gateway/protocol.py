@@ -6,6 +6,7 @@ and give every field but the ids a default, so that old and new versions talk.
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +29,15 @@ def valid_id(value: str) -> bool:
     return re.match(ID_PATTERN, value) is not None
 
 
+def check_env(env: Mapping[str, str]) -> None:
+    """Raise ValueError for what no process can have in its environment."""
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"env has the impossible name {name!r}")
+        if "\0" in value:
+            raise ValueError(f"env {name} holds a NUL")
+
+
 class PrepareAction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One step before the agent runs: upload a file or folder of the gateway's host, or a command."""
 
@@ -41,6 +51,7 @@ class PrepareAction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     retry_backoff_seconds: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
     def __post_init__(self) -> None:
+        check_env(self.env or {})
         if self.type == "exec":
             if not self.command:
                 raise ValueError("a prepare action of type exec needs a command")
@@ -75,6 +86,9 @@ class RuntimeSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allow_internet: bool = True
     import_path: str | None = None
     kwargs: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        check_env(self.env)
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,11 +155,16 @@ class SessionTiming(msgspec.Struct, kw_only=True, omit_defaults=True):
     e2e: float | None = None
 
 
+FindingLevel = Literal["note", "warning", "fatal"]
+RewardVerdict = Literal["graded", "ungraded", "infra"]
+TokenVerdict = Literal["all", "prefix", "none"]
+
+
 class Finding(msgspec.Struct, kw_only=True, frozen=True):
     """One reason why a session may not be what it seems."""
 
     code: str
-    level: Literal["note", "warning", "fatal"] = "warning"
+    level: FindingLevel = "warning"
     message: str = ""
     count: int = 1
 
@@ -153,8 +172,8 @@ class Finding(msgspec.Struct, kw_only=True, frozen=True):
 class Verdict(msgspec.Struct, kw_only=True):
     """Whether a session may be trained on: is the reward meant, and are the tokens true?"""
 
-    reward: Literal["graded", "ungraded", "infra"] = "ungraded"
-    tokens: Literal["all", "prefix", "none"] = "none"
+    reward: RewardVerdict = "ungraded"
+    tokens: TokenVerdict = "none"
     findings: list[Finding] = []
 
 

@@ -20,12 +20,22 @@ import harness_adapters
 from builders.base import SpecError, StrategySpec, convert_config
 from harness_adapters.base import AgentSpec
 from polar_gateway.errors import Failure
-from polar_gateway.protocol import NodeOffers, SessionDispatchRequest, SessionResult, valid_id
+from polar_gateway.protocol import (
+    NodeOffers,
+    RuntimeSpec,
+    SessionDispatchRequest,
+    SessionResult,
+    check_env,
+    valid_id,
+)
 from polar_server import errors
 from polar_server.placement import Needs
 from polar_server.protocol import TaskRequest
 
 logger = logging.getLogger(__name__)
+
+NETWORKS = ("none", "bridge", "host", None)
+"""What docker and local understand by `runtime.network`."""
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -67,7 +77,11 @@ def check_task(body: bytes | bytearray, offers: Collection[NodeOffers]) -> Check
     if request.runtime is not None and request.runtime.import_path is not None:
         raise _names_a_module("runtime.import_path", request.runtime.import_path)
     if request.callback_url is not None:
-        _check_callback(request.callback_url)
+        check_url("callback_url", request.callback_url)
+    try:
+        check_env(request.agent.env)
+    except ValueError as error:
+        raise errors.invalid(str(error), "agent.env") from error
     here = installed()
     harness = request.agent.harness or ""
     _check_name("agent.harness", harness, [o.harnesses for o in offers], here.adapters)
@@ -78,6 +92,7 @@ def check_task(body: bytes | bytearray, offers: Collection[NodeOffers]) -> Check
         _check_strategy("evaluator", request.evaluator, [o.evaluators for o in offers], here.evaluators)
     if request.runtime is not None:
         _check_name("runtime.backend", request.runtime.backend, [o.runtimes for o in offers], None)
+        _check_runtime(request.runtime)
     return CheckedTask(
         request=request,
         canonical=msgspec.json.encode(request, order="sorted"),
@@ -155,14 +170,31 @@ def _check_agent(agent: AgentSpec) -> None:
         raise errors.invalid(message, field) from error
 
 
-def _check_callback(url: str) -> None:
+def _check_runtime(spec: RuntimeSpec) -> None:
+    """What can be said of the two runtimes that every node may have, without having them here."""
+    if spec.backend not in ("docker", "local"):
+        return
+    if spec.network not in NETWORKS:
+        known = ", ".join(name for name in NETWORKS if name)
+        raise errors.invalid(f"{spec.network!r} is not known; known: {known}", "runtime.network")
+    if spec.backend == "docker" and not spec.image:
+        raise errors.invalid("docker needs an image", "runtime.image")
+    if spec.backend == "local" and not spec.allow_internet:
+        raise errors.invalid("local cannot keep the internet away", "runtime.allow_internet")
+    if spec.backend == "local" and spec.network == "none":
+        raise errors.invalid("local cannot keep the network away", "runtime.network")
+
+
+def check_url(field: str, url: str) -> None:
+    """Refuse a URL that can never be called. Raises RefusalError naming the field."""
     try:
         parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")  # empty and overlong labels
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        raise errors.invalid(f"{url!r} is not an http or https URL", "callback_url")
+        raise errors.invalid(f"{url!r} is not an http or https URL that can be called", field)
 
 
 def _names_a_module(field: str, value: str) -> errors.RefusalError:

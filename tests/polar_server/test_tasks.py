@@ -105,6 +105,33 @@ def agent(**fields: Any) -> dict[str, Any]:
         ),
         pytest.param(task(callback_url="ftp://x/y"), "callback_url", id="callback that is not http"),
         pytest.param(task(callback_url="http://[::1"), "callback_url", id="callback that is no URL"),
+        *(
+            pytest.param(task(callback_url=url), "callback_url", id=f"callback that no host has: {url[:20]}")
+            for url in ("http://a..b/", "http://.example.com/", f"http://{'a' * 64}.b/", "http://a:port/")
+        ),
+        pytest.param(task(runtime={"backend": "docker"}), "runtime.image", id="docker without an image"),
+        pytest.param(
+            task(runtime={"image": "x", "network": "bogus"}), "runtime.network", id="unknown network"
+        ),
+        pytest.param(
+            task(runtime={"backend": "local", "allow_internet": False}),
+            "runtime.allow_internet",
+            id="local without the internet",
+        ),
+        pytest.param(
+            task(runtime={"backend": "local", "network": "none"}),
+            "runtime.network",
+            id="local without a network",
+        ),
+        pytest.param(
+            task(runtime={"image": "x", "env": {"A=B": "x"}}), "runtime", id="impossible variable"
+        ),
+        pytest.param(
+            task(runtime={"image": "x", "prepare": [{"type": "exec", "command": "x", "env": {"A": "\0"}}]}),
+            "runtime.prepare[0]",
+            id="impossible value",
+        ),
+        pytest.param(agent(harness="codex", env={"A=B": "x"}), "agent.env", id="agent's impossible variable"),
         pytest.param(task(sampling={"top_p": 2}), "sampling.top_p", id="impossible sampling"),
     ],
 )
@@ -135,11 +162,16 @@ def test_a_name_that_only_a_node_knows_is_accepted_when_the_node_offers_it():
 
 def test_a_name_that_no_live_node_offers_is_refused_with_what_they_do_offer():
     offers = [NodeOffers(runtimes=["local"], harnesses=["codex", "pi"]), NodeOffers(runtimes=["docker"])]
-    check(task(runtime={"backend": "docker"}), *offers)
+    check(task(runtime={"backend": "docker", "image": "x"}), *offers)
     problem = refusal(task(runtime={"backend": "apptainer"}), *offers)
     assert problem.field == "runtime.backend"
     assert problem.detail == "no live node offers 'apptainer'; offered: docker, local"
     assert refusal(agent(harness="claude_code"), *offers).field == "agent.harness"
+
+
+def test_a_runtime_of_another_backend_is_its_nodes_business():
+    offers = NodeOffers(runtimes=["cloud"])
+    check(task(runtime={"backend": "cloud", "network": "vpc-7", "allow_internet": False}), offers)
 
 
 def test_equal_tasks_have_equal_bytes_however_they_are_written():
