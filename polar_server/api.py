@@ -131,6 +131,7 @@ async def register(request: Request) -> Response:
     registration: NodeRegistrationRequest = tasks.decode(
         await _body(request, MAX_NODE_BYTES), NodeRegistrationRequest
     )
+    tasks.check_url("gateway_url", registration.gateway_url)
     now = time.time()
     service.progress.registered(registration.node_id)
     node = await service.store.register(registration, now)

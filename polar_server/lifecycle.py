@@ -68,6 +68,8 @@ SESSION_TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
 
 LIVE_TASK = frozenset({TaskState.RUNNING, TaskState.CANCELLING})
 LIVE_ATTEMPT = frozenset({AttemptState.DISPATCHING, AttemptState.ACCEPTED})
+GIVEN_UP_ATTEMPT = frozenset({AttemptState.REFUSED, AttemptState.LOST})
+"""Given up by the server; when the node has it all the same, it names it in its heartbeats."""
 
 
 class IllegalTransitionError(Exception):
@@ -113,6 +115,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     attempt_id: str
     """As reported; empty for nodes that know no attempts."""
     infra: bool
+    cancelled: bool
+    """The node says that it was told to cancel."""
     ended_well: bool
     """COMPLETED or TIMEOUT: the node had not heard of a cancellation."""
     session: SessionState
@@ -142,6 +146,8 @@ def rule(report: Report) -> Ruling:
     live = report.attempt in LIVE_ATTEMPT
     if report.attempt in (AttemptState.FAILED, AttemptState.REPORTED, AttemptState.CANCELLED):
         return Ruling.IGNORE
+    if report.cancelled and not live and not report.cancelling:
+        return Ruling.IGNORE  # the attempt was given up, and nobody cancelled the session
     if not live and report.infra:  # it was counted as failed already; its data may still be the best
         return Ruling.TAKE if report.session is SessionState.ENDED else Ruling.IGNORE
     if report.cancelling:

@@ -16,6 +16,9 @@ from polar_gateway.protocol import (
 )
 
 LEASE_INTERVALS = 2.5
+FORGOTTEN_BEATS = 2
+"""Heartbeats that must leave out an attempt before it is lost: the first may have been composed before
+the node took it."""
 ASIDE_SECONDS = 1.0
 """How long a node is set aside when it refuses a dispatch; doubles with every further refusal."""
 MAX_ASIDE_SECONDS = 60.0
@@ -50,6 +53,15 @@ class LiveAttempt(msgspec.Struct, kw_only=True, frozen=True):
     cancel_told_at: float | None
     dispatching: bool
     """The node has not said yet that it took it."""
+
+
+class Silence(msgspec.Struct, kw_only=True):
+    """How long a node has not named an attempt that it took."""
+
+    attempt: LiveAttempt
+    since: float
+    beats: int = 0
+    """Heartbeats of its node that left it out."""
 
 
 def lease_ends(node: Node, listening_since: float) -> float:
@@ -92,41 +104,37 @@ def aside_seconds(refusals: int) -> float:
 def lost_attempts(
     attempts: Iterable[LiveAttempt],
     nodes: Mapping[str, Node],
-    reported: Mapping[str, Iterable[str]],
+    silences: Mapping[str, Silence],
     now: float,
     listening_since: float,
-) -> list[LiveAttempt]:
-    """The attempts that will not be heard of again.
+) -> list[tuple[LiveAttempt, str]]:
+    """The attempts that will not be heard of again, each with the reason.
 
-    Those on a silent node; and those older than their node's registration, when the node's
-    heartbeats since (`reported`: node id to attempt ids) do not name them: the node was restarted
-    and did not find them again.
+    Those on a silent node; and those that their node took and no longer names (`silences`, by attempt
+    id), as one does that was restarted and did not find them again.
     """
-    lost: list[LiveAttempt] = []
+    lost: list[tuple[LiveAttempt, str]] = []
     for attempt in attempts:
         node = nodes[attempt.node_id]
-        registered = max(node.registered_at, listening_since)
-        patience = LEASE_INTERVALS * node.registration.heartbeat_interval_seconds
-        forgotten = (
-            attempt.created_at < node.registered_at
-            and attempt.attempt_id not in reported.get(attempt.node_id, ())
-            and now >= registered + patience
-        )
-        if forgotten or not healthy(node, now, listening_since):
-            lost.append(attempt)
+        silence = silences.get(attempt.attempt_id)
+        if not healthy(node, now, listening_since):
+            lost.append((attempt, f"node {node.node_id} was lost with the session"))
+        elif silence and forgotten(silence, node, now, listening_since):
+            lost.append((attempt, f"node {node.node_id} no longer has the session"))
     return lost
+
+
+def forgotten(silence: Silence, node: Node, now: float, listening_since: float) -> bool:
+    patience = LEASE_INTERVALS * node.registration.heartbeat_interval_seconds
+    since = max(silence.since, node.registered_at, listening_since)
+    return silence.beats >= FORGOTTEN_BEATS and now >= since + patience
 
 
 def next_due(nodes: Iterable[Node], now: float, listening_since: float) -> float | None:
     """Wall clock at which something about the nodes changes although nobody says a word."""
     times: list[float] = []
     for node in nodes:
-        patience = LEASE_INTERVALS * node.registration.heartbeat_interval_seconds
-        times += [
-            lease_ends(node, listening_since),
-            max(node.registered_at, listening_since) + patience,
-            node.aside_until,
-        ]
+        times += [lease_ends(node, listening_since), node.aside_until]
     return min((at for at in times if at > now), default=None)
 
 
@@ -158,17 +166,38 @@ class Progress:
 
     def __init__(self) -> None:
         self._by_node: dict[str, dict[str, SessionProgress]] = {}
+        self._silences: dict[str, Silence] = {}
 
     def registered(self, node_id: str) -> None:
-        self._by_node.pop(node_id, None)
+        self.heard(node_id, ())
+        self._silences = {
+            attempt_id: silence
+            for attempt_id, silence in self._silences.items()
+            if silence.attempt.node_id != node_id
+        }
 
     def heard(self, node_id: str, sessions: Iterable[SessionProgress]) -> None:
-        self._by_node[node_id] = {session.attempt_id: session for session in sessions}
+        said = self._by_node[node_id] = {session.attempt_id: session for session in sessions}
+        # A node that knows no attempts names sessions.
+        named = said.keys() | {session.session_id for session in said.values() if not session.attempt_id}
+        for attempt_id, silence in list(self._silences.items()):
+            if silence.attempt.node_id != node_id:
+                continue
+            if named.isdisjoint((attempt_id, silence.attempt.session_id)):
+                silence.beats += 1
+            else:
+                del self._silences[attempt_id]
 
     def of(self, node_id: str | None, attempt_id: str | None) -> SessionProgress | None:
         return self._by_node.get(node_id or "", {}).get(attempt_id or "")
 
-    @property
-    def reported(self) -> Mapping[str, Iterable[str]]:
-        """Node id to the attempts that its last heartbeat named."""
-        return self._by_node
+    def silences(self, attempts: Iterable[LiveAttempt], now: float) -> Mapping[str, Silence]:
+        """The silence about each live attempt that its node took; one that was not asked after before,
+        or was named since, begins now."""
+        self._silences = {
+            attempt.attempt_id: self._silences.get(attempt.attempt_id)
+            or Silence(attempt=attempt, since=now)
+            for attempt in attempts
+            if not attempt.dispatching
+        }
+        return self._silences

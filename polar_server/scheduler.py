@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 
 import anyio.abc
+from sqlalchemy.exc import SQLAlchemyError
 
+from polar_gateway.errors import Failure
 from polar_server.dispatch import Dispatcher
 from polar_server.loops import LONGEST_WAIT_SECONDS, Loop
 from polar_server.nodes import Progress
@@ -45,7 +47,7 @@ class Scheduler(Loop):
             self.listening_since = now
         self._stepped_at = now
         plan = await self._store.plan(
-            self._progress.reported,
+            self._progress,
             busy=self._busy,
             now=now,
             listening_since=self.listening_since,
@@ -60,7 +62,19 @@ class Scheduler(Loop):
         return grace_ends if plan.due_at is None else min(plan.due_at, grace_ends)
 
     async def _tell(self, outgoing: Outgoing) -> bool:
-        taken = await self._dispatcher.tell(outgoing)
+        try:
+            taken = await self._dispatcher.tell(outgoing)
+        except SQLAlchemyError:
+            raise  # the loop tries again; it says nothing about the session
+        except Exception as error:
+            logger.exception("attempt %s cannot be told to its node", outgoing.attempt_id)
+            failure = Failure(
+                boundary="delivery",
+                message=f"the session could not be dispatched: {type(error).__name__}: {error}",
+                infra=True,
+            )
+            await self._store.unfit(outgoing.attempt_id, failure, time.time())
+            taken = False
         if not taken:
             self._sessions_may_have_ended()
         return not taken

@@ -2,16 +2,24 @@
 
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from sqlalchemy import Row, Select, and_, bindparam, case, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_gateway.errors import Failure
-from polar_gateway.protocol import NodeRegistrationRequest, NodeStageMetrics, Verdict
+from polar_gateway.protocol import (
+    Finding,
+    FindingLevel,
+    NodeRegistrationRequest,
+    NodeStageMetrics,
+    RewardVerdict,
+    TokenVerdict,
+    Verdict,
+)
 from polar_server import lifecycle, nodes, placement
 from polar_server.errors import RefusalError, conflict
 from polar_server.lifecycle import (
@@ -23,6 +31,7 @@ from polar_server.lifecycle import (
     SessionState,
     TaskState,
 )
+from polar_server.nodes import Progress
 from polar_server.store import tables
 from polar_server.store.engine import Database
 from polar_server.store.records import (
@@ -257,7 +266,11 @@ class Store:
         self, node_id: str, metrics: NodeStageMetrics, attempt_ids: Iterable[str], now: float
     ) -> tuple[nodes.Node, list[str]] | None:
         """Renew a node's lease; returns it and those of the attempts it reports that are no longer
-        current. None for an unknown node."""
+        current. None for an unknown node.
+
+        An attempt that was given up while the node has it is current again unless its session went
+        elsewhere.
+        """
         reported = sorted({attempt_id for attempt_id in attempt_ids if attempt_id})
         async with self._database.write() as connection:
             changed = await connection.execute(
@@ -267,6 +280,7 @@ class Store:
             )
             if not changed.rowcount:
                 return None
+            await _readopt(connection, node_id, reported, now)
             current = await connection.scalars(
                 select(tables.attempts.c.attempt_id).where(
                     tables.attempts.c.attempt_id.in_(reported), tables.attempts.c.ended_at.is_(None)
@@ -291,7 +305,7 @@ class Store:
 
     async def plan(
         self,
-        reported: Mapping[str, Iterable[str]],
+        progress: Progress,
         *,
         busy: Collection[str],
         now: float,
@@ -300,28 +314,26 @@ class Store:
     ) -> Plan:
         """Take the scheduler's decisions in one step.
 
-        Attempts that will not be heard of again are ended: those lost with their node, and those
-        cancelled and never reported. Free places are filled; each placement is an attempt, recorded
+        Attempts that will not be heard of again are ended: those that are lost to their node or with
+        it, and those cancelled and never reported. Free places are filled; each placement is an attempt, recorded
         before its node hears of it. Returns what nodes are to be told, but for attempts whose node
         is being told (`busy`).
         """
         async with self._database.write() as connection:
             live = await _live_attempts(connection)
             known = await _nodes(connection, live)
-            lost = nodes.lost_attempts(live, known, reported, now, listening_since)
-            for attempt in lost:
-                failure = Failure(
-                    boundary="lost_node",
-                    message=f"node {attempt.node_id} was lost with the session",
-                    infra=True,
-                )
+            silences = progress.silences(live, now)
+            lost = nodes.lost_attempts(live, known, silences, now, listening_since)
+            for attempt, why in lost:
+                failure = Failure(boundary="lost_node", message=why, infra=True)
                 await self._fail(connection, attempt.attempt_id, AttemptState.LOST, failure, now)
+            gone = {attempt.attempt_id for attempt, _ in lost}
             overdue = [
                 attempt
                 for attempt in live
                 if attempt.cancel_told_at is not None
                 and attempt.cancel_told_at <= cancels_told_before
-                and attempt not in lost
+                and attempt.attempt_id not in gone
             ]
             for attempt in overdue:
                 await _cancelled(connection, attempt.attempt_id, now)
@@ -401,7 +413,7 @@ class Store:
                     .values(aside_until=now + nodes.aside_seconds(refusals))
                 )
             if row.cancelling:
-                await _end_session(connection, row, _ended_by_us(CANCELLED, now), now)
+                await _end_session(connection, row, _ended_by_us(_why_cancelled(row), now), now)
             else:
                 await _requeue(connection, row, now)
 
@@ -441,6 +453,7 @@ class Store:
                     tables.sessions,
                     tables.tasks.c.task_id,
                     tables.tasks.c.status.label("task_status"),
+                    tables.tasks.c.request,
                     tables.attempts.c.status.label("attempt_status"),
                 )
                 .join(tables.tasks, tables.tasks.c.run == tables.sessions.c.run)
@@ -452,11 +465,12 @@ class Store:
             )
             if row is None:
                 return Taken.UNKNOWN
-            failure = _reported_failure(result)
+            failure, error = _reported_failure(result), result.error
             ruling = lifecycle.rule(
                 Report(
                     attempt_id=result.attempt_id,
                     infra=failure is not None and failure.infra,
+                    cancelled=failure is not None and failure.boundary == "cancelled",
                     ended_well=result.status != "ERROR",
                     session=SessionState(row.status),
                     current_attempt_id=row.attempt_id,
@@ -476,19 +490,25 @@ class Store:
                 return Taken.REQUEUED
             if ruling is Ruling.CANCEL:
                 await _end_attempt(connection, row.attempt_id, AttemptState.CANCELLED, CANCELLED, now)
-                await _end_session(connection, row, _ended_by_us(CANCELLED, now), now)
+                await _end_session(connection, row, _ended_by_us(_why_cancelled(row), now), now)
                 return Taken.IGNORED
+            if row.cancelling and row.failure is not None:  # it says why, and the node does not know
+                failure = _why_cancelled(row)
+                error = failure.message
+            verdict = _reported_verdict(result)
             values = {
                 "outcome": result.status,
                 "result_key": await publish(row.task_id),
                 "reward": result.reward,
-                "error": result.error,
+                "error": error,
                 "failure": _encoded(failure),
-                "verdict": _encoded(result.verdict),
+                "verdict": _encoded(verdict),
                 "completion_count": result.completion_count,
                 "ended_at": now,
             }
             await _end_attempt(connection, row.attempt_id, AttemptState.REPORTED, failure, now)
+            if _usable(result.status, verdict):
+                await _stop_early(connection, row, now)
             await _end_session(connection, row, values, now)
             return Taken.TAKEN
 
@@ -512,7 +532,7 @@ class Store:
             .values(failed_attempts=failed, avoid_node=row.node_id)
         )
         if row.cancelling:
-            await _end_session(connection, row, _ended_by_us(CANCELLED, now), now)
+            await _end_session(connection, row, _ended_by_us(_why_cancelled(row), now), now)
         elif failed >= self._max_attempts:
             await _end_session(connection, row, _ended_by_us(failure, now), now)
         else:
@@ -839,7 +859,7 @@ async def _end_attempt(
 async def _cancelled(connection: AsyncConnection, attempt_id: str, now: float) -> None:
     row = await _end_attempt(connection, attempt_id, AttemptState.CANCELLED, CANCELLED, now)
     if row is not None:
-        await _end_session(connection, row, _ended_by_us(CANCELLED, now), now)
+        await _end_session(connection, row, _ended_by_us(_why_cancelled(row), now), now)
 
 
 async def _requeue(connection: AsyncConnection, row: Row[Any], now: float) -> None:
@@ -918,6 +938,91 @@ async def _close_if_done(connection: AsyncConnection, run: int, now: float) -> N
         )
 
 
+async def _readopt(
+    connection: AsyncConnection, node_id: str, attempt_ids: Collection[str], now: float
+) -> None:
+    """Give a node back the sessions that still wait since these attempts of them were given up."""
+    rows = await connection.execute(
+        select(tables.sessions, tables.attempts.c.status.label("attempt_status"))
+        .join(tables.attempts, tables.attempts.c.attempt_id == tables.sessions.c.attempt_id)
+        .where(
+            tables.attempts.c.attempt_id.in_(attempt_ids),
+            tables.attempts.c.node_id == node_id,
+            tables.attempts.c.status.in_(lifecycle.GIVEN_UP_ATTEMPT),
+            tables.sessions.c.status == SessionState.QUEUED,
+        )
+        .with_for_update(of=tables.sessions)
+    )
+    for row in rows.all():
+        placed = lifecycle.advance_session(
+            row.session_id, SessionState(row.status), SessionState.PLACED
+        )
+        not_lost_after_all = row.attempt_status == AttemptState.LOST
+        await connection.execute(
+            update(tables.attempts)
+            .where(tables.attempts.c.attempt_id == row.attempt_id)
+            .values(status=AttemptState.ACCEPTED, failure=None, ended_at=None)
+        )
+        await connection.execute(
+            update(tables.sessions)
+            .where(tables.sessions.c.session_id == row.session_id)
+            .values(
+                status=placed,
+                failed_attempts=row.failed_attempts - not_lost_after_all,
+                updated_at=now,
+            )
+        )
+
+
+class _EarlyStop(msgspec.Struct):
+    """What early stopping reads of a TaskRequest."""
+
+    early_stop_min_usable_sessions: int | None = None
+
+
+def _usable(status: str, verdict: Verdict | None) -> bool:
+    """Whether a session counts towards early_stop_min_usable_sessions."""
+    return (
+        status == "COMPLETED"
+        and verdict is not None
+        and verdict.reward == "graded"
+        and verdict.tokens != "none"
+    )
+
+
+async def _stop_early(connection: AsyncConnection, row: Row[Any], now: float) -> None:
+    """Cancel the other sessions of a task if, with this usable one, it has as many as it asked for."""
+    wanted = msgspec.json.decode(row.request, type=_EarlyStop).early_stop_min_usable_sessions
+    if wanted is None:
+        return
+    sessions = tables.sessions.c
+    others = and_(sessions.run == row.run, sessions.session_id != row.session_id)
+    ended = await connection.execute(
+        select(sessions.outcome, sessions.verdict).where(others, sessions.status == SessionState.ENDED)
+    )
+    if 1 + sum(_usable(one.outcome, _decoded(one.verdict, Verdict)) for one in ended) < wanted:
+        return
+    why = Failure(
+        boundary="cancelled",
+        message=f"session cancelled: {wanted} usable sessions of its task are enough",
+    )
+    await connection.execute(
+        update(tables.sessions)
+        .where(others, sessions.status == SessionState.QUEUED)
+        .values(**_ended_by_us(why, now), cancelling=True)
+    )
+    await connection.execute(
+        update(tables.sessions)
+        .where(others, sessions.status == SessionState.PLACED, sessions.cancelling.is_(False))
+        .values(failure=_encoded(why), cancelling=True, updated_at=now)
+    )
+
+
+def _why_cancelled(row: Row[Any]) -> Failure:
+    """What ends a session that is being cancelled: its row may say why."""
+    return _decoded(row.failure, Failure) or CANCELLED
+
+
 def _encoded(document: msgspec.Struct | None) -> bytes | None:
     return None if document is None else msgspec.json.encode(document)
 
@@ -935,6 +1040,31 @@ def _reported_failure(result: ReportedResult) -> Failure | None:
     except msgspec.ValidationError:
         said = f"{result.failure.boundary}: {result.failure.message}"
         return Failure(boundary="harness", message=said, infra=result.failure.infra)
+
+
+def _reported_verdict(result: ReportedResult) -> Verdict | None:
+    """The verdict as reported; what this version does not know counts as the worse."""
+    said = result.verdict
+    if said is None:
+        return None
+    return Verdict(
+        reward=_known(said.reward, RewardVerdict, "ungraded"),
+        tokens=_known(said.tokens, TokenVerdict, "none"),
+        findings=[
+            Finding(
+                code=finding.code,
+                level=_known(finding.level, FindingLevel, "warning"),
+                message=finding.message,
+                count=finding.count,
+            )
+            for finding in said.findings
+        ],
+    )
+
+
+def _known(value: str, names: Any, otherwise: str) -> Any:
+    """The value if it is one of the names that a Literal lists."""
+    return value if value in get_args(names) else otherwise
 
 
 def _already_live(task_id: str, state: TaskState) -> str:

@@ -81,8 +81,24 @@ class ReportedFailure(msgspec.Struct, kw_only=True):
     infra: bool = False
 
 
+class ReportedFinding(msgspec.Struct, kw_only=True):
+    code: str = ""
+    level: str = "warning"
+    message: str = ""
+    count: int = 1
+
+
+class ReportedVerdict(msgspec.Struct, kw_only=True):
+    reward: str = "ungraded"
+    tokens: str = "none"
+    findings: list[ReportedFinding] = []
+
+
 class ReportedResult(msgspec.Struct, kw_only=True):
-    """What the server reads of a SessionResult; the trajectory is skipped undecoded."""
+    """What the server reads of a SessionResult; the trajectory is skipped undecoded.
+
+    Its node may be newer and know boundaries, levels and verdicts that this server does not.
+    """
 
     session_id: str
     attempt_id: str = ""
@@ -90,7 +106,7 @@ class ReportedResult(msgspec.Struct, kw_only=True):
     reward: float | None = None
     error: str | None = None
     failure: ReportedFailure | None = None
-    verdict: Verdict | None = None
+    verdict: ReportedVerdict | None = None
     completion_count: int = 0
 
 

@@ -340,3 +340,27 @@ async def test_tasks_are_listed_newest_first_with_filters(tmp_path: Path):
         assert (one["num_samples"], one["completed_sessions"], one["errored_sessions"]) == (2, 2, 1)
         assert (one["model"], one["harness"], one["source"]) == ("m", "codex", "live")
         assert (one["mean_reward"], one["mean_completions"]) == (0.5, 3.5)
+
+
+async def test_a_result_in_words_of_a_newer_node_is_taken(tmp_path: Path):
+    async with polar(tmp_path) as server, node(server) as gateway:
+        await server.submit(task(num_samples=2))
+        first, second = await gateway.has(2)
+        findings = [{"code": "new", "level": "info", "message": "m"}]
+        newer = {"reward": "graded", "tokens": "all", "findings": findings, "more": 1}
+        assert (await server.report(result(first, verdict=newer))).status_code == 200
+        unknown = {"reward": "half", "tokens": "some"}
+        assert (await server.report(result(second, verdict=unknown))).status_code == 200
+        status = await server.ended()
+    verdicts = [session["verdict"] for session in status["sessions"]]
+    assert verdicts[0]["findings"] == [{"code": "new", "level": "warning", "message": "m", "count": 1}]
+    assert (verdicts[1]["reward"], verdicts[1]["tokens"]) == ("ungraded", "none")
+    assert status["results"][0]["verdict"] == newer
+
+
+@pytest.mark.parametrize("url", ["", "node-a:8081", "http://a..b", "http://a:port"])
+async def test_a_node_that_cannot_be_called_is_not_registered(tmp_path: Path, url: str):
+    async with polar(tmp_path) as server:
+        answer = await server.http.post("/nodes/register", json={"node_id": "a", "gateway_url": url})
+        assert (answer.status_code, answer.json()["field"]) == (422, "gateway_url")
+        assert (await server.http.get("/nodes")).json() == {"nodes": []}

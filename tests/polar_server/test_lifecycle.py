@@ -16,6 +16,7 @@ from polar_server.lifecycle import (
 REPORT = Report(
     attempt_id="att-1",
     infra=False,
+    cancelled=False,
     ended_well=True,
     session=SessionState.PLACED,
     current_attempt_id="att-1",
@@ -85,6 +86,19 @@ def test_every_live_task_can_close():
         pytest.param(GIVEN_UP, Ruling.TAKE, id="late, from a lost node, before the task closed"),
         pytest.param({**GIVEN_UP, "infra": True}, Ruling.TAKE, id="a crashed node's, no attempt left"),
         pytest.param({**GIVEN_UP, "task": TaskState.COMPLETED}, Ruling.IGNORE, id="after the task closed"),
+        pytest.param(
+            {**LOST, "attempt": AttemptState.REFUSED, "ended_well": False, "cancelled": True},
+            Ruling.IGNORE,
+            id="cancelled by its node, after it was given up, of a session that nobody cancelled",
+        ),
+        pytest.param(
+            {**GIVEN_UP, "ended_well": False, "cancelled": True},
+            Ruling.IGNORE,
+            id="cancelled by its node, after it was lost and no attempt left",
+        ),
+        pytest.param(
+            {"ended_well": False, "cancelled": True}, Ruling.TAKE, id="cancelled at its node, by its people"
+        ),
         pytest.param({"cancelling": True}, Ruling.CANCEL, id="cancelled while it finished"),
         pytest.param(
             {"cancelling": True, "ended_well": False}, Ruling.TAKE, id="the cancelled session's report"

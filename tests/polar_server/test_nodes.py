@@ -3,7 +3,7 @@ from msgspec.structs import replace
 
 from polar_gateway.protocol import NodeRegistrationRequest, NodeStageMetrics, SessionProgress
 from polar_server import nodes
-from polar_server.nodes import LiveAttempt, Node, Progress
+from polar_server.nodes import LiveAttempt, Node, Progress, Silence
 
 REGISTRATION = NodeRegistrationRequest(
     node_id="a",
@@ -44,12 +44,13 @@ def attempt(**fields: object) -> LiveAttempt:
     return replace(base, **fields)
 
 
-def lost(one: Node, *, now: float, created_at: float = 110.0, reported: tuple[str, ...] = ()) -> bool:
-    return bool(
-        nodes.lost_attempts(
-            [attempt(created_at=created_at)], {"a": one}, {"a": reported}, now, listening_since=0.0
-        )
-    )
+def lost(one: Node, *, now: float, unnamed: tuple[float, int] | None = None) -> str:
+    """Why the attempt is lost; `unnamed` is since when and by how many heartbeats."""
+    silences = {}
+    if unnamed:
+        silences["att-1"] = Silence(attempt=attempt(), since=unnamed[0], beats=unnamed[1])
+    found = nodes.lost_attempts([attempt()], {"a": one}, silences, now, listening_since=0.0)
+    return found[0][1] if found else ""
 
 
 def test_a_node_is_healthy_for_two_and_a_half_heartbeats():
@@ -87,15 +88,43 @@ def test_a_node_that_keeps_refusing_is_set_aside_for_longer_and_longer():
 
 def test_attempts_are_lost_with_their_node():
     assert not lost(node(), now=124.0)
-    assert lost(node(), now=125.0)
+    assert lost(node(), now=125.0) == "node a was lost with the session"
 
 
-def test_an_attempt_from_before_its_node_was_restarted_is_lost_unless_the_node_found_it_again():
+def test_an_attempt_that_its_node_leaves_out_of_its_heartbeats_is_lost():
+    speaks = node(last_heartbeat=200.0)
+    assert lost(speaks, now=200.0, unnamed=(175.0, 2)) == "node a no longer has the session"
+    assert not lost(speaks, now=200.0, unnamed=(175.0, 1))
+    assert not lost(speaks, now=199.0, unnamed=(175.0, 9))
+    assert not lost(speaks, now=200.0)
+
+
+def test_a_restarted_node_gets_time_to_find_its_attempts_again():
     restarted = node(registered_at=200.0, last_heartbeat=226.0)
-    assert not lost(restarted, now=224.0)  # it may still be looking
-    assert lost(restarted, now=226.0)
-    assert not lost(restarted, now=226.0, reported=("att-1",))
-    assert not lost(restarted, now=226.0, created_at=201.0)
+    assert not lost(restarted, now=224.0, unnamed=(110.0, 2))
+    assert lost(restarted, now=226.0, unnamed=(110.0, 2))
+
+
+def test_a_silence_begins_anew_with_each_naming_and_each_registration():
+    progress = Progress()
+
+    def silence(now: float) -> tuple[float, int]:
+        said = progress.silences([attempt()], now)["att-1"]
+        return said.since, said.beats
+
+    assert silence(1.0) == (1.0, 0)
+    progress.heard("b", [])
+    progress.heard("a", [])
+    assert silence(2.0) == (1.0, 1)
+    progress.heard("a", [SessionProgress(session_id="s", attempt_id="att-1", stage="running")])
+    assert silence(3.0) == (3.0, 0)
+    progress.heard("a", [])
+    progress.heard("a", [SessionProgress(session_id="s", stage="running")])  # knows no attempts
+    assert silence(4.0) == (4.0, 0)
+    progress.heard("a", [])
+    progress.registered("a")
+    assert silence(5.0) == (5.0, 0)
+    assert not progress.silences([attempt(dispatching=True)], 6.0)
 
 
 def test_the_next_thing_due_is_the_nearest_in_the_future():
@@ -117,7 +146,6 @@ def test_progress_is_what_the_last_heartbeat_said():
     said = SessionProgress(session_id="s", attempt_id="att-1", stage="running")
     progress.heard("a", [said])
     assert progress.of("a", "att-1") is said
-    assert list(progress.reported["a"]) == ["att-1"]
     assert progress.of("b", "att-1") is None
     assert progress.of(None, None) is None
     progress.heard("a", [])

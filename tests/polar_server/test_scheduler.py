@@ -1,10 +1,17 @@
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import anyio
+from starlette.responses import Response
 
-from polar_gateway.protocol import NodeOffers
+from polar_gateway.protocol import NodeOffers, SessionDispatchRequest
 from tests.polar_server.world import (
+    FakeNode,
+    NodeThatNeverAnswers,
     NodeThatReports,
+    Polar,
     infra_failure,
     node,
     polar,
@@ -193,3 +200,143 @@ async def test_a_restarted_node_that_does_not_find_its_session_again_loses_it(tm
         assert gateway.taken[2].session_id == gateway.taken[0].session_id
         assert len(gateway.taken) == 3
         group.cancel_scope.cancel()
+
+
+def named(dispatch: SessionDispatchRequest) -> dict[str, Any]:
+    """How a heartbeat names a session."""
+    return {"session_id": dispatch.session_id, "attempt_id": dispatch.attempt_id, "stage": "running"}
+
+
+class NodeThatTakesAndNeverSays(NodeThatNeverAnswers):
+    async def answer(self, dispatch: SessionDispatchRequest) -> Response:
+        self.taken.append(dispatch)
+        return await super().answer(dispatch)
+
+
+async def waits(server: Polar) -> None:
+    """Until a session is back in the queue."""
+    with anyio.fail_after(10):
+        while not (await server.http.get("/rollout/status")).json()["pipeline"]["pending_sessions"]:
+            await anyio.sleep(0.01)
+
+
+CANCELLED = {"boundary": "cancelled", "message": "session cancelled", "infra": False}
+
+
+async def test_an_attempt_that_was_taken_without_a_word_is_given_back_to_the_node_that_names_it(
+    tmp_path: Path,
+):
+    async with (
+        polar(tmp_path, dispatch_timeout_seconds=0.05) as server,
+        node(server, kind=NodeThatTakesAndNeverSays) as mute,
+    ):
+        await server.submit(task())
+        await until(lambda: mute.calls == 3)
+        await waits(server)
+        heard = await mute.beat(named(mute.taken[0]))
+        assert heard.json()["stale_attempts"] == []
+        await server.report(result(mute.taken[0]))
+        session = (await server.ended())["sessions"][0]
+        assert (session["reward"], session["attempt_id"]) == (1.0, mute.taken[0].attempt_id)
+
+
+async def test_a_given_up_attempt_that_its_node_cancelled_does_not_end_the_session(tmp_path: Path):
+    async with (
+        polar(tmp_path, dispatch_timeout_seconds=0.05) as server,
+        node(server, "mute", NodeThatTakesAndNeverSays, places=100) as mute,
+    ):
+        await server.submit(task())
+        await until(lambda: mute.calls == 3)
+        await waits(server)
+        late = result(mute.taken[0], status="ERROR", reward=None, failure=CANCELLED)
+        await server.report(late)
+        async with node(server, "works") as working:
+            await server.report(result((await working.has(1))[0]))
+            assert (await server.ended())["sessions"][0]["reward"] == 1.0
+
+
+async def test_a_lost_attempt_that_is_heard_of_again_costs_no_attempt(tmp_path: Path):
+    async with polar(tmp_path) as server, node(server, heartbeat_interval_seconds=0.2) as gateway:
+        await server.submit(task())
+        (back,) = await gateway.has(1)
+        await waits(server)
+        async with anyio.create_task_group() as group:
+            group.start_soon(keep_naming, gateway)
+            await anyio.sleep(0.1)
+            await server.report(infra_failure(back))  # the first: another attempt is left
+            (_, again) = await gateway.has(2)
+            await server.report(result(again))
+            await server.ended()
+            group.cancel_scope.cancel()
+
+
+async def keep_naming(gateway: FakeNode) -> None:
+    while True:
+        await gateway.beat(*map(named, gateway.taken))
+        await anyio.sleep(0.05)
+
+
+async def test_a_node_that_no_longer_has_a_session_loses_it_and_no_other(tmp_path: Path):
+    async with (
+        polar(tmp_path) as server,
+        node(server, places=3, heartbeat_interval_seconds=0.2) as gateway,
+        anyio.create_task_group() as group,
+    ):
+
+        async def beat() -> None:
+            while True:
+                await gateway.beat(*map(named, gateway.taken[1:]))
+                await anyio.sleep(0.05)
+
+        group.start_soon(beat)
+        await server.submit(task(num_samples=2))
+        await until(lambda: len(gateway.taken) == 3)
+        await anyio.sleep(0.6)
+        assert [d.session_id for d in gateway.taken[2:]] == [gateway.taken[0].session_id]
+        group.cancel_scope.cancel()
+
+
+async def test_a_session_that_cannot_be_dispatched_ends_and_holds_up_nobody(tmp_path: Path):
+    async with polar(tmp_path) as server:
+        await server.submit(task("broken"))
+        with closing(sqlite3.connect(tmp_path / "polar.db", timeout=10)) as database:
+            database.execute("UPDATE tasks SET request = ?", (b"{}",))
+            database.commit()
+        await server.submit(task("whole"))
+        async with node(server, kind=NodeThatReports):
+            await server.ended("whole")
+            with anyio.fail_after(10):
+                while (status := await server.status("broken", "?include=sessions"))["status"] == "running":
+                    await anyio.sleep(0.01)
+        assert "could not be dispatched" in status["sessions"][0]["error"]
+
+
+async def test_a_task_stops_early_once_it_has_the_usable_sessions_that_it_asked_for(tmp_path: Path):
+    async with polar(tmp_path) as server, node(server, places=3) as gateway:
+        await server.submit(task(num_samples=5, early_stop_min_usable_sessions=2))
+        first, unusable, third = await gateway.has(3)
+        await server.report(result(first))
+        await server.report(result(unusable, verdict={"reward": "ungraded", "tokens": "all"}))
+        fourth = (await gateway.has(5))[3]
+        assert not gateway.cancelled
+        await server.report(result(third))
+        await until(lambda: len(gateway.cancelled) == 2)
+        for cancelled in (fourth, gateway.taken[4]):
+            await server.report(result(cancelled, status="ERROR", reward=None, failure=CANCELLED))
+        status = await server.ended()
+    assert status["status"] == "completed"
+    outcomes = sorted((s["status"], s["error"]) for s in status["sessions"] if s["error"])
+    enough = "session cancelled: 2 usable sessions of its task are enough"
+    assert outcomes == [("ERROR", enough)] * 2
+
+
+async def test_what_still_waits_when_a_task_stops_early_never_starts(tmp_path: Path):
+    async with polar(tmp_path) as server, node(server, places=3) as gateway:
+        await server.submit(task(num_samples=9, early_stop_min_usable_sessions=1))
+        done, well, badly = await gateway.has(3)
+        await server.report(result(done))
+        await server.report(result(well))
+        await server.report(result(badly, status="ERROR", failure=CANCELLED))
+        status = await server.ended()
+        assert (status["status"], gateway.calls) == ("completed", 3)
+        assert sum(s["reward"] is not None for s in status["sessions"]) >= 1
