@@ -2,7 +2,7 @@
 
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ class InferenceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     base_url: str = "http://127.0.0.1:8000"
     api_key_env: str | None = None
     """Name of the variable that holds the engine's bearer token."""
+    scheduler: Literal["none", "thunderagent"] = "none"
+    """Accepted for old topology files; requests go to the engine as they come."""
 
 
 class CompletionPersistence(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +64,15 @@ class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """Folders of this host from which prepare actions may upload; empty: none."""
     mount_roots: list[Path] = []
     """Folders of this host that `runtime.kwargs.volumes` may mount; empty: none."""
+    model_pool: list[Any] = []
+    """Accepted for old topology files while it is empty; a node serves one model."""
+
+    def __post_init__(self) -> None:
+        if self.model_pool:
+            raise ValueError(
+                f"model_pool of node {self.id} must be empty: a node serves one model, the one of its"
+                " inference"
+            )
 
 
 class GatewayConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from polar_gateway.results import ResultStore
 from polar_server.api import ROUTES, Service
 from polar_server.auth import TokenGate, load_or_make_token
-from polar_server.config import RolloutConfig
+from polar_server.config import RolloutConfig, check_open_submit
 from polar_server.dispatch import Dispatcher
 from polar_server.nodes import Progress
 from polar_server.outbox import Outbox
@@ -39,8 +39,10 @@ class ServerAddress(msgspec.Struct, kw_only=True, frozen=True):
 def create_app(config: RolloutConfig) -> Starlette:
     """The server as an ASGI application; its lifespan opens the store and runs the loops.
 
-    `config.port` must be the real one, since nodes are told to report there. Raises TokenFileError.
+    `config.port` must be the real one, since nodes are told to report there. Raises TokenFileError,
+    and ConfigError where submit must not be open.
     """
+    check_open_submit(config)
     token = load_or_make_token(config.token_path)
 
     @asynccontextmanager
@@ -136,8 +138,8 @@ async def serve(
 ) -> None:
     """Serve until cancelled, then finish the requests that are being answered.
 
-    Raises OSError when the port is taken, TokenFileError, and SchemaError for the database of
-    another version.
+    Raises OSError when the port is taken, TokenFileError, ConfigError, and SchemaError for the
+    database of another version.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.create_server((config.host, config.port), family=family) as listener:

@@ -1,13 +1,15 @@
 """The server's configuration, and the topology file that holds both halves."""
 
 import os
+from collections.abc import Iterable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import yaml
 
-from polar_gateway.config import GatewayConfig
+from polar_gateway.config import GatewayConfig, NodeConfig
 
 
 def state_dir() -> Path:
@@ -43,7 +45,8 @@ class RolloutConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     """A 0600 file that holds the bearer token of every route but health; made when it is missing.
     None: below `data_dir`."""
     open_submit: bool = False
-    """Let submit and poll go without a token; only where no runtime shares the host's network."""
+    """Let submit and poll go without a token; only on a loopback host, and where no runtime shares
+    the host's network."""
     retry: RetryConfig = msgspec.field(default_factory=RetryConfig)
     dispatch_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """How long a node may take to answer one dispatch or cancellation."""
@@ -58,6 +61,12 @@ class RolloutConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     callback_grace_seconds: Annotated[float, msgspec.Meta(gt=0)] = 120.0
     """How long a node may take to report a session that it was told to cancel; past it the server
     ends the session itself."""
+    http_max_connections: int = 1024
+    """Accepted for old topology files, as are the four below; places and tries bound what is open."""
+    http_max_keepalive_connections: int = 256
+    cleanup_max_concurrency: int = 128
+    cleanup_max_attempts: int = 3
+    cleanup_retry_backoff_seconds: float = 0.1
 
     @property
     def data_path(self) -> Path:
@@ -98,6 +107,30 @@ class ConfigError(Exception):
     """The configuration cannot be read or is wrong; the message names file and field."""
 
 
+def check_open_submit(rollout: RolloutConfig, nodes: Iterable[NodeConfig] = ()) -> None:
+    """Raise ConfigError where submit is open to whom it must not be."""
+    if not rollout.open_submit:
+        return
+    if not _is_loopback(rollout.host):
+        raise ConfigError(
+            f"rollout.open_submit needs a loopback rollout.host, not {rollout.host!r}: whoever reaches it"
+            " could submit"
+        )
+    for node in nodes:
+        if node.allow_unisolated:
+            raise ConfigError(
+                f"rollout.open_submit and allow_unisolated of node {node.id} exclude each other: harnesses"
+                " that share the host's network could submit"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def load_topology(path: Path | None, overrides: dict[str, Any] | None = None) -> Topology:
     """Read YAML (or JSON), lay the environment over it, then `overrides`, each a dotted path.
 
@@ -106,30 +139,40 @@ def load_topology(path: Path | None, overrides: dict[str, Any] | None = None) ->
     document: Any = {}
     if path is not None:
         try:
-            document = yaml.safe_load(path.read_text()) or {}
+            document = _yaml(path.read_bytes(), str(path)) or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {error}") from error
         if not isinstance(document, dict):
             raise ConfigError(f"{path} must hold a mapping with the keys rollout and gateway")
     for section in ("ROLLOUT", "GATEWAY"):
         prefix = f"POLAR_{section}__"
         for name, value in os.environ.items():
             if name.startswith(prefix):
-                _put(document, f"{section.lower()}.{name[len(prefix):].lower()}", yaml.safe_load(value))
+                dotted = f"{section}.{name[len(prefix):].replace('__', '.')}".lower()
+                _put(document, dotted, _yaml(value, name))
     for dotted, value in (overrides or {}).items():
         _put(document, dotted, value)
     try:
-        return msgspec.convert(document, Topology, strict=True, dec_hook=_path)
+        topology = msgspec.convert(document, Topology, strict=True, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path or 'the configuration'}: {error}") from error
+    check_open_submit(topology.rollout, topology.gateway.nodes)
+    return topology
+
+
+def _yaml(text: str | bytes, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        raise ConfigError(f"{where} is not YAML: {error}") from error
 
 
 def _put(document: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for key in parents:
         document = document.setdefault(key, {})
+        if not isinstance(document, dict):
+            raise ConfigError(f"{dotted} cannot be set: {key} is not a mapping in the configuration")
     document[last] = value
 
 

@@ -75,7 +75,7 @@ def up(
     from msgspec.structs import replace
 
     from polar_gateway.config import NodeConfig
-    from polar_server.config import ConfigError, load_topology
+    from polar_server.config import ConfigError, check_open_submit, load_topology
 
     topology = load_topology(config)
     rollout, gateway = topology.rollout, topology.gateway
@@ -101,6 +101,7 @@ def up(
         node = replace(node, max_run_workers=run_workers)
     if allow_unisolated:
         node = replace(node, allow_unisolated=True)
+    check_open_submit(rollout, [node])
     _log(verbose)
     anyio.run(_up, rollout, gateway, node, as_json, backend_options={"use_uvloop": True})
 

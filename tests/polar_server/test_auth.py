@@ -7,8 +7,10 @@ import pytest
 from starlette.routing import Route
 
 from polar_server.api import ROUTES
+from polar_server.app import serve
 from polar_server.auth import TokenFileError, load_or_make_token
-from tests.polar_server.world import polar
+from polar_server.config import ConfigError
+from tests.polar_server.world import config, polar
 
 OPEN = {"/health", "/healthz"}
 
@@ -92,3 +94,8 @@ async def test_open_submit_opens_submit_and_poll_and_nothing_else(tmp_path: Path
         for method, path in calls():
             answer = await stranger.request(method, path)
             assert (answer.status_code != 401) == (path in OPEN or (method, path) in opened), path
+
+
+async def test_submit_is_not_opened_to_the_network(tmp_path: Path):
+    with pytest.raises(ConfigError, match="loopback"):
+        await serve(config(tmp_path, host="0.0.0.0", open_submit=True))

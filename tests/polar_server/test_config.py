@@ -49,7 +49,11 @@ def test_an_old_topology_file_is_understood(tmp_path: Path):
     path.write_text(
         "rollout:\n  host: 0.0.0.0\n  port: 8080\n  save_dir: /results\n"
         "  dispatch_poll_interval_seconds: 1.0\n  callback_grace_seconds: 120\n"
-        "gateway:\n  heartbeat_interval_seconds: 10\n  nodes:\n    - {id: a, port: 8100}\n"
+        "  http_max_connections: 1024\n  http_max_keepalive_connections: 256\n"
+        "  cleanup_max_concurrency: 128\n  cleanup_max_attempts: 3\n"
+        "  cleanup_retry_backoff_seconds: 0.1\n"
+        "gateway:\n  heartbeat_interval_seconds: 10\n  nodes:\n"
+        "    - {id: a, port: 8100, inference: {scheduler: thunderagent}, model_pool: []}\n"
     )
     topology = load_topology(path)
     assert topology.rollout.results_path == Path("/results")
@@ -69,6 +73,54 @@ def test_the_environment_lies_over_the_file_and_overrides_over_both(
     assert load_topology(path, {"rollout.port": 3}).rollout.port == 3
 
 
+def test_a_variable_names_a_nested_key_with_two_underscores_each(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLAR_ROLLOUT__RETRY__MAX_ATTEMPTS", "7")
+    assert load_topology(None).rollout.retry.max_attempts == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "said"),
+    [
+        ("rollout: 3", "9", "rollout.port cannot be set: rollout is not a mapping"),
+        ("{}", "[1", "POLAR_ROLLOUT__PORT is not YAML"),
+        ("{}", "abc", r"at `\$.rollout.port`"),
+    ],
+)
+def test_a_wrong_variable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, value: str, said: str
+):
+    path = tmp_path / "topology.yaml"
+    path.write_text(text)
+    monkeypatch.setenv("POLAR_ROLLOUT__PORT", value)
+    with pytest.raises(ConfigError, match=said):
+        load_topology(path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_submit_may_be_open_on_a_loopback_host(tmp_path: Path, host: str):
+    path = tmp_path / "topology.yaml"
+    path.write_text(f"rollout: {{host: '{host}', open_submit: true}}\ngateway: {{nodes: [{{id: a}}]}}")
+    assert load_topology(path).rollout.open_submit
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rollout: {host: 0.0.0.0, open_submit: true}", "needs a loopback rollout.host"),
+        ("rollout: {host: polar.example, open_submit: true}", "needs a loopback rollout.host"),
+        (
+            "{rollout: {open_submit: true}, gateway: {nodes: [{id: a, allow_unisolated: true}]}}",
+            "allow_unisolated of node a",
+        ),
+    ],
+)
+def test_submit_is_never_open_to_the_network_or_to_harnesses(tmp_path: Path, text: str, said: str):
+    path = tmp_path / "topology.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_topology(path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -76,6 +128,8 @@ def test_the_environment_lies_over_the_file_and_overrides_over_both(
         ("rollout: {port: 99999}", r"at `\$.rollout.port`"),
         ("[1]", "must hold a mapping"),
         ("a: [", "is not YAML"),
+        ("a: 2024-99-99", "is not YAML"),
+        ("gateway: {nodes: [{id: a, model_pool: [{alias: pool/x}]}]}", "model_pool of node a must be empty"),
         ("gateway: {nodes: [{id: a}, {id: a}]}", "must be unique"),
     ],
 )
