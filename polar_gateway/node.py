@@ -152,6 +152,7 @@ class Node:
             journal_path=folder / recovery.JOURNAL,
             metadata=metadata,
             policy_version=None if version is None else str(version),
+            end_of_turn_ids=self.parts.probe.end_of_turn_ids,
         )
 
     def _check(self, dispatch: SessionDispatchRequest) -> None:

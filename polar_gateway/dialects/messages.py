@@ -5,6 +5,7 @@ prompt whose earlier part changes cannot be merged with the record of the turn b
 therefore never depends on the messages after it, except that text may be appended to the last one.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -40,8 +41,12 @@ def screen(
         note(notes, f"{field} ignored")
 
 
+MOST_NOTES = 100
+"""A hostile request could otherwise earn one for each of its fields."""
+
+
 def note(notes: list[str], text: str) -> None:
-    if text not in notes:
+    if len(notes) < MOST_NOTES and text not in notes:
         notes.append(text)
 
 
@@ -105,11 +110,11 @@ def fold_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if len(parts) == 1 and parts[0]["type"] == "text":
         return str(parts[0]["text"])
     folded: list[dict[str, Any]] = []
-    for part in parts:
-        if part["type"] == "text" and folded and folded[-1]["type"] == "text":
-            folded[-1] = text_part(f"{folded[-1]['text']}\n{part['text']}")
+    for kind, run in itertools.groupby(parts, key=lambda part: part["type"]):
+        if kind == "text":
+            folded.append(text_part("\n".join(part["text"] for part in run)))
         else:
-            folded.append(part)
+            folded += run
     if not folded:
         return ""
     if len(folded) == 1 and folded[0]["type"] == "text":
@@ -193,6 +198,9 @@ class Conversation:
         self._head: list[str] = []
         self._messages: list[dict[str, Any]] = []
         self._reminders: list[str] = []
+        """For the next user or tool message."""
+        self._behind: list[str] = []
+        """For the last message."""
         self._unanswered: dict[str, None] = {}
 
     def system(self, text: str) -> None:
@@ -207,11 +215,22 @@ class Conversation:
 
     def remind(self, text: str) -> None:
         """Put a reminder behind the last message, which must be a user's or a tool's."""
-        last = self._messages[-1]
-        last["content"] = with_suffix(last["content"], as_reminder(text))
+        self._behind.append(as_reminder(text))
 
     def user(self, content: str | list[dict[str, Any]]) -> None:
-        self._messages.append({"role": "user", "content": self._reminded(content)})
+        self._append({"role": "user", "content": self._reminded(content)})
+
+    def _append(self, message: dict[str, Any]) -> None:
+        self._settle()
+        self._messages.append(message)
+
+    def _settle(self) -> None:
+        """Put what has gathered behind the last message there, all at once: one by one would copy
+        its text as often."""
+        if self._behind:
+            last = self._messages[-1]
+            last["content"] = with_suffix(last["content"], "\n\n".join(self._behind))
+            self._behind.clear()
 
     def tool(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
         """The result of a call; one without an id belongs to the first call without a result."""
@@ -222,13 +241,11 @@ class Conversation:
             self.user(with_prefix(f"[result of tool call {call_id}]", content))
             return
         del self._unanswered[call_id]
-        self._messages.append(
-            {"role": "tool", "tool_call_id": call_id, "content": self._reminded(content)}
-        )
+        self._append({"role": "tool", "tool_call_id": call_id, "content": self._reminded(content)})
 
     def assistant(self, text: str, reasoning: str, calls: list[dict[str, Any]]) -> None:
         self._flush()
-        self._messages.append(assistant_message(text, reasoning, calls))
+        self._append(assistant_message(text, reasoning, calls))
         for call in calls:
             self._unanswered[call["id"]] = None
 
@@ -244,6 +261,7 @@ class Conversation:
         if self.ends_with_assistant:
             note(self.notes, "the last message is the assistant's: answered anew, not continued")
         self._flush()
+        self._settle()
         if not self._head:
             return self._messages
         return [{"role": "system", "content": "\n\n".join(self._head)}, *self._messages]
