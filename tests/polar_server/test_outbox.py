@@ -17,6 +17,7 @@ from tests.polar_server.world import (
     node,
     polar,
     result,
+    rewrite,
     task,
     trainer,
     until,
@@ -27,13 +28,6 @@ def callbacks(folder: Path) -> list[tuple[str, str | None]]:
     """Status and last error of every callback that the server on `folder` recorded."""
     with closing(sqlite3.connect(folder / "polar.db")) as database:
         return database.execute("SELECT status, last_error FROM outbox").fetchall()
-
-
-def rewrite(folder: Path, statement: str, *values: object) -> None:
-    """Change what the server on `folder` recorded."""
-    with closing(sqlite3.connect(folder / "polar.db", timeout=10)) as database:
-        database.execute(statement, values)
-        database.commit()
 
 
 def test_the_pause_doubles_up_to_five_minutes():
@@ -171,7 +165,7 @@ async def test_a_url_from_before_urls_were_checked_is_a_failed_try(tmp_path: Pat
     async with polar(tmp_path) as server, node(server) as gateway:
         await server.submit(task(callback_url="http://localhost:9/"))
         await gateway.has(1)
-        rewrite(tmp_path, "UPDATE tasks SET callback_url = ?", url)
+        await rewrite(tmp_path, "UPDATE tasks SET callback_url = ?", url)
         await server.report(result(gateway.taken[0]))
         await until(lambda: callbacks(tmp_path)[0][1] is not None)
         assert callbacks(tmp_path)[0][0] == "pending"
@@ -181,7 +175,7 @@ async def test_a_url_from_before_urls_were_checked_is_a_failed_try(tmp_path: Pat
 async def test_a_task_that_can_no_longer_be_read_is_a_failed_try(tmp_path: Path):
     async with polar(tmp_path) as server, trainer() as receiver:
         await server.submit(task(callback_url=receiver.url))
-        rewrite(tmp_path, "UPDATE tasks SET request = ?", b"{}")
+        await rewrite(tmp_path, "UPDATE tasks SET request = ?", b"{}")
         await server.http.delete("/rollout/task/fix-it")
         await until(lambda: "ValidationError" in (callbacks(tmp_path)[0][1] or ""))
         assert (await server.http.get("/health")).status_code == 200

@@ -1,5 +1,3 @@
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from tests.polar_server.world import (
     node,
     polar,
     result,
+    rewrite,
     task,
     until,
 )
@@ -299,9 +298,7 @@ async def test_a_node_that_no_longer_has_a_session_loses_it_and_no_other(tmp_pat
 async def test_a_session_that_cannot_be_dispatched_ends_and_holds_up_nobody(tmp_path: Path):
     async with polar(tmp_path) as server:
         await server.submit(task("broken"))
-        with closing(sqlite3.connect(tmp_path / "polar.db", timeout=10)) as database:
-            database.execute("UPDATE tasks SET request = ?", (b"{}",))
-            database.commit()
+        await rewrite(tmp_path, "UPDATE tasks SET request = ?", b"{}")
         await server.submit(task("whole"))
         async with node(server, kind=NodeThatReports):
             await server.ended("whole")

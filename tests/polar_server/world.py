@@ -1,11 +1,13 @@
 """A real server on loopback, and the world around it: nodes and a trainer, each with its moods."""
 
+import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx2
 import msgspec
 from starlette.applications import Starlette
@@ -88,6 +90,17 @@ async def until(said: Callable[[], object]) -> None:
     with anyio.fail_after(15):
         while not said():
             await anyio.sleep(0.01)
+
+
+async def rewrite(folder: Path, statement: str, *values: object) -> None:
+    """Change what the server on `folder` recorded."""
+
+    def execute() -> None:
+        with closing(sqlite3.connect(folder / "polar.db", timeout=10)) as database:
+            database.execute(statement, values)
+            database.commit()
+
+    await anyio.to_thread.run_sync(execute)  # the server, in this thread, may have to finish first
 
 
 def config(folder: Path, **fields: Any) -> RolloutConfig:
