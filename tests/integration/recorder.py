@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import anyio
 import httpx2
 import msgspec
 from starlette.applications import Starlette
@@ -65,12 +66,15 @@ class Recorder:
 
         async def passed_on() -> AsyncIterator[bytes]:
             said = bytearray()
-            async for chunk in answer.aiter_raw():
-                said += chunk
-                yield chunk
-            await answer.aclose()
-            if request.url.path.endswith("/chat/completions") and answer.status_code == 200:
-                self.exchanges.append(_exchange(msgspec.json.decode(body), said.decode()))
+            try:
+                async for chunk in answer.aiter_raw():
+                    said += chunk
+                    yield chunk
+            finally:  # the gateway may hang up as soon as it has heard the last word
+                if request.url.path.endswith("/chat/completions") and answer.status_code == 200:
+                    self.exchanges.append(_exchange(msgspec.json.decode(body), said.decode()))
+                with anyio.CancelScope(shield=True):
+                    await answer.aclose()
 
         return StreamingResponse(
             passed_on(), answer.status_code, media_type=answer.headers["content-type"]

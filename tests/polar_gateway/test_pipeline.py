@@ -19,7 +19,6 @@ from tests.polar_gateway.gateway import (
     script,
 )
 
-
 AGENT = f"{sys.executable} {MINI_AGENT}"
 
 
