@@ -30,10 +30,11 @@ with socket.socket(socket.AF_UNIX) as s:
 PY
 }
 
-# The pid of the daemon that `up` started, if it still runs.
+# The pid of the daemon that `up` started, if it still runs; one that was killed and that nobody has
+# reaped yet has a name but no program.
 running() {
   local pid
-  pid=$(cat "$pidfile" 2>/dev/null) && [[ $(cat "/proc/$pid/comm" 2>/dev/null) == dockerd ]] && echo "$pid"
+  pid=$(cat "$pidfile" 2>/dev/null) && [[ $(readlink "/proc/$pid/exe") == */dockerd ]] && echo "$pid"
 }
 
 install_missing() {
@@ -48,6 +49,20 @@ install_missing() {
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >&2
 }
 
+# Starts a daemon and waits until it answers, or until it has ended.
+start_daemon() {
+  running >/dev/null || rm -f "$pidfile"
+  # Not a child of this shell's session, so that it outlives the shell.
+  setsid dockerd -H "unix://$socket" --data-root "$state/docker" --pidfile "$pidfile" \
+    >"$state/dockerd.log" 2>&1 </dev/null &
+  for _ in {1..300}; do
+    answers "$socket" && return 0
+    kill -0 $! 2>/dev/null || return 1
+    sleep 0.1
+  done
+  return 1
+}
+
 up() {
   if [[ ${DOCKER_HOST:-unix://} == unix://* ]] && answers "${DOCKER_HOST:-$socket}"; then
     echo "export DOCKER_HOST=${DOCKER_HOST:-unix://$socket}"
@@ -57,16 +72,10 @@ up() {
   mkdir -p "$state"
   install_missing
   if ! answers "$socket"; then
-    running >/dev/null || rm -f "$pidfile"
     mountpoint -q /sys/fs/cgroup || { say "/sys/fs/cgroup is not mounted"; exit 1; }
-    # Not a child of this shell's session, so that it outlives the shell.
-    setsid dockerd -H "unix://$socket" --data-root "$state/docker" --pidfile "$pidfile" \
-      >"$state/dockerd.log" 2>&1 </dev/null &
-    for _ in {1..300}; do
-      answers "$socket" && break
-      kill -0 $! 2>/dev/null || break
-      sleep 0.1
-    done
+    # A daemon killed a moment ago may leave processes that nobody has reaped yet, and a new one
+    # waits for them in vain; so there is a second try.
+    start_daemon || { sleep 6; start_daemon; } || true
     answers "$socket" || { say "the Docker daemon did not start:"; tail -20 "$state/dockerd.log" >&2; exit 1; }
   fi
   echo "export DOCKER_HOST=unix://$socket"
