@@ -39,10 +39,11 @@ from polar_gateway.protocol import (
     SessionDispatchResponse,
     SessionProgress,
     SessionStatusResponse,
+    can_be_called,
     valid_id,
 )
 from polar_gateway.proxy import Proxy
-from polar_gateway.reporter import Outbox, deliverable, keep_registered
+from polar_gateway.reporter import Outbox, keep_registered
 from polar_gateway.runtimes.base import Runtime
 from polar_gateway.sessions import Session, Sessions, new_key
 
@@ -162,7 +163,7 @@ class Node:
             raise DispatchRefusedError(
                 422, f"agent.harness {harness!r} is not offered by this node"
             )
-        if dispatch.callback_url is not None and not deliverable(dispatch.callback_url):
+        if dispatch.callback_url is not None and not can_be_called(dispatch.callback_url):
             raise DispatchRefusedError(
                 422, f"callback_url {dispatch.callback_url!r} is no HTTP URL"
             )

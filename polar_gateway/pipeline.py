@@ -356,7 +356,7 @@ class SessionRun:
         try:
             trajectory = await anyio.to_thread.run_sync(stages.build, self.dispatch, completions)
             session.timing.build = stages.now_ms(started)
-            failure = failure or self._nothing_trainable(completions, trajectory)
+            failure = failure or _nothing_trainable(completions, trajectory)
             await self._keep_native_logs()
             session.advance(Stage.EVALUATING)
             started = time.monotonic()
@@ -368,19 +368,6 @@ class SessionRun:
         artifacts = await anyio.to_thread.run_sync(_artifacts, self._folder)
         return self._result(
             completions, trajectory, evaluation, self._stopped_by or failure, artifacts
-        )
-
-    def _nothing_trainable(
-        self, completions: CompletionSession, trajectory: Trajectory
-    ) -> Failure | None:
-        """A session that gives nothing to train on has failed, whatever its harness did."""
-        said = verdict(completions, trajectory, failure=None, graded=False, notes=[])
-        if said.tokens != "none":
-            return None
-        reasons = ", ".join(f.code for f in said.findings if f.level == "fatal")
-        return Failure(
-            boundary="capture",
-            message=f"no trainable token was captured: {reasons or 'everything was left out'}",
         )
 
     async def _keep_native_logs(self) -> None:
@@ -423,7 +410,7 @@ class SessionRun:
                 artifacts_dir=self._artifacts,
             )
         if self._grading_scope.cancelled_caught and anyio.current_time() >= deadline:
-            raise BoundaryError("evaluator", f"grading took longer than {budget:g} s", infra=True)
+            raise BoundaryError("evaluator", f"grading took longer than {budget:g} s")
         if failure is not None and stages.positive(evaluation):
             self._findings.append(
                 Finding(
@@ -530,6 +517,18 @@ class SessionRun:
         return lifecycle.ending(
             cancelled=self.cancelled, timed_out=timed_out, failure=result.failure
         )
+
+
+def _nothing_trainable(completions: CompletionSession, trajectory: Trajectory) -> Failure | None:
+    """A session that gives nothing to train on has failed, whatever its harness did."""
+    said = verdict(completions, trajectory, failure=None, graded=False, notes=[])
+    if said.tokens != "none":
+        return None
+    reasons = ", ".join(f.code for f in said.findings if f.level == "fatal")
+    return Failure(
+        boundary="capture",
+        message=f"no trainable token was captured: {reasons or 'everything was left out'}",
+    )
 
 
 def _artifacts(folder: Path) -> list[Artifact]:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,6 +24,16 @@ Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
 
 SESSION_DIR = "/polar/session"
 """Where a session's files live inside a runtime that has a file system of its own."""
+
+
+def can_be_called(url: str) -> bool:
+    """Whether an HTTP request can be sent there at all: a scheme, a host that is a name, a port."""
+    try:
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")  # empty and overlong labels
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def valid_id(value: str) -> bool:

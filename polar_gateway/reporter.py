@@ -146,16 +146,6 @@ def _put_aside(path: Path, why: str) -> bool:
     return True
 
 
-def deliverable(url: str) -> bool:
-    """Whether results can be sent there at all."""
-    try:
-        parsed = httpx2.URL(url)
-        parsed.host.encode("idna")
-    except (httpx2.InvalidURL, ValueError):
-        return False
-    return parsed.scheme in ("http", "https") and bool(parsed.host)
-
-
 async def keep_registered(
     client: httpx2.AsyncClient,
     server_url: str,

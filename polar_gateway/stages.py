@@ -5,6 +5,7 @@ the order, the slots and the endings are the pipeline's.
 """
 
 import math
+import shlex
 import tempfile
 import time
 from collections import deque
@@ -128,7 +129,9 @@ async def make_folders(runtime: Runtime, where: Paths) -> None:
     folders = (where.home, where.artifacts, where.logs, where.agent_logs, where.workdir)
     with boundary("runtime", "the session's folders could not be made"):
         result = await runtime.exec(
-            "mkdir -p -- " + " ".join(_quoted(folder) for folder in folders), cwd="/", timeout=60
+            "mkdir -p -- " + " ".join(shlex.quote(folder) for folder in folders),
+            cwd="/",
+            timeout=60,
         )
     if result.return_code != 0:
         raise BoundaryError(
@@ -455,10 +458,6 @@ class WorkspaceOf:
 
     async def download(self, source: str, target: Path) -> None:
         await self._runtime.download(self._runtime.inside(source), target)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def now_ms(since: float) -> float:

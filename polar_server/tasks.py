@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +24,7 @@ from polar_gateway.protocol import (
     RuntimeSpec,
     SessionDispatchRequest,
     SessionResult,
+    can_be_called,
     check_env,
     valid_id,
 )
@@ -89,7 +89,9 @@ def check_task(body: bytes | bytearray, offers: Collection[NodeOffers]) -> Check
         _check_agent(request.agent)
     _check_strategy("builder", request.builder, [o.builders for o in offers], here.builders)
     if request.evaluator is not None:
-        _check_strategy("evaluator", request.evaluator, [o.evaluators for o in offers], here.evaluators)
+        _check_strategy(
+            "evaluator", request.evaluator, [o.evaluators for o in offers], here.evaluators
+        )
     if request.runtime is not None:
         _check_name("runtime.backend", request.runtime.backend, [o.runtimes for o in offers], None)
         _check_runtime(request.runtime)
@@ -157,7 +159,9 @@ def _check_strategy(
         try:
             convert_config(spec.config, known[spec.strategy].Config, f"{field}.config")
         except SpecError as error:
-            raise errors.invalid(str(error).removeprefix(f"{error.field}: "), error.field) from error
+            raise errors.invalid(
+                str(error).removeprefix(f"{error.field}: "), error.field
+            ) from error
 
 
 def _check_agent(agent: AgentSpec) -> None:
@@ -187,13 +191,7 @@ def _check_runtime(spec: RuntimeSpec) -> None:
 
 def check_url(field: str, url: str) -> None:
     """Refuse a URL that can never be called. Raises RefusalError naming the field."""
-    try:
-        parts = urlsplit(url)
-        (parts.hostname or "").encode("idna")  # empty and overlong labels
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
+    if not can_be_called(url):
         raise errors.invalid(f"{url!r} is not an http or https URL that can be called", field)
 
 

@@ -11,6 +11,7 @@ from polar_gateway.protocol import (
     SessionDispatchRequest,
     SessionResult,
     agent_timeout,
+    can_be_called,
     valid_id,
 )
 
@@ -80,3 +81,20 @@ def test_documents_between_machines_tolerate_fields_of_a_newer_version() -> None
     assert msgspec.json.decode(text, type=SessionDispatchRequest).builder.strategy == "per_request"
     result = b'{"session_id":"s","task_id":"t","status":"ERROR","novel":{}}'
     assert msgspec.json.decode(result, type=SessionResult).status == "ERROR"
+
+
+@pytest.mark.parametrize(
+    ("url", "fine"),
+    [
+        ("http://127.0.0.1:8080/x", True),
+        ("https://trainer.example/callback", True),
+        ("http://[::1]:1/x", True),
+        ("http://a..b/", False),
+        ("http://a:port/", False),
+        ("ftp://a/", False),
+        ("/callback", False),
+        (f"http://{'a' * 64}/", False),
+    ],
+)
+def test_a_url_can_be_called_or_is_known_not_to_be(url: str, fine: bool) -> None:
+    assert can_be_called(url) is fine

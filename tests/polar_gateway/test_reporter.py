@@ -20,7 +20,7 @@ from polar_gateway.protocol import (
     SessionDispatchRequest,
     SessionResult,
 )
-from polar_gateway.reporter import Outbox, deliverable, keep_registered
+from polar_gateway.reporter import Outbox, keep_registered
 from polar_gateway.testing.serve import serve
 
 
@@ -129,23 +129,6 @@ async def test_a_damaged_file_and_a_url_that_is_none_end_nothing(tmp_path: Path)
         "att-0.undeliverable",
         "att-2.undeliverable",
     }
-
-
-@pytest.mark.parametrize(
-    ("url", "fine"),
-    [
-        ("http://127.0.0.1:8080/x", True),
-        ("https://trainer.example/callback", True),
-        ("http://[::1]:1/x", True),
-        ("http://a..b/", False),
-        ("http://a:port/", False),
-        ("ftp://a/", False),
-        ("/callback", False),
-        (f"http://{'a' * 64}/", False),
-    ],
-)
-def test_a_url_is_deliverable_or_it_is_refused_at_once(url: str, fine: bool) -> None:
-    assert deliverable(url) is fine
 
 
 async def test_a_session_without_a_callback_leaves_nothing_behind(tmp_path: Path) -> None:
