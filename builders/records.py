@@ -49,6 +49,9 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     """"turn", or what kind of side call this was ("title", "compaction", ...)."""
     delivered: bool = True
     """False when the harness's connection was gone before the closing event was written."""
+    delivered_tokens: int | None = None
+    """How many of the sampled tokens were in what was written while the harness was there; None
+    when that was the whole answer."""
     dialect: str = ""
     model_requested: str = ""
     model_used: str = ""

@@ -37,6 +37,8 @@ class Failure(msgspec.Struct, kw_only=True, frozen=True):
     infra: bool = False
     """Worth another attempt: the infrastructure failed, not the agent."""
     detail: str = ""
+    code: str = ""
+    """For programs, where the boundary alone does not say enough: context_overflow."""
 
 
 class BoundaryError(Exception):

@@ -282,7 +282,8 @@ class Proxy:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         client = Client(receive, send)
-        route = dialects.route(scope["method"], scope["path"], headers)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        route = dialects.route(scope["method"], scope["path"], query, headers)
         dialect = chat if route is None else route.dialect
         try:
             if route is None:

@@ -26,14 +26,16 @@ class Route(NamedTuple):
     """What the URL says that other dialects say in the body; update the body with it."""
 
 
-def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
-    """Method, path and lower-case headers to a dialect and what it is asked; None is a 404.
+def route(
+    method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> Route | None:
+    """Method, path, query and lower-case headers to a dialect and what it is asked; None is a 404.
 
     A path counts from its end, so that any prefix (a base URL with or without `/v1`, a path before
     it) is accepted.
     """
     for dialect in DIALECTS:
-        match = dialect.match(method, path, headers)
+        match = dialect.match(method, path, query, headers)
         if match is not None:
             return Route(dialect, match.kind, match.fields)
     return None

@@ -7,7 +7,7 @@ import msgspec
 
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
-from polar_gateway.dialects.sse import event, json_bytes
+from polar_gateway.dialects.sse import EVENT_STREAM, event, json_bytes
 from polar_gateway.dialects.turn import (
     Block,
     BlockDelta,
@@ -28,6 +28,7 @@ from polar_gateway.dialects.turn import (
 )
 
 name = "anthropic"
+request_id_header = "request-id"
 
 FIELDS: dict[str, Treatment] = {
     "model": "translated",
@@ -60,7 +61,9 @@ _BILLING = "x-anthropic-billing-header"
 _UNPARSED = "__unparsedToolInput"
 
 
-def match(method: str, path: str, headers: Mapping[str, str]) -> Match | None:
+def match(
+    method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> Match | None:
     path = path.rstrip("/")
     if method == "POST":
         if path.endswith("/messages"):
@@ -397,6 +400,8 @@ _EMPTY_BLOCK: dict[BlockKind, bytes] = {
 
 
 class _Streamer:
+    content_type = EVENT_STREAM
+
     def __init__(self, request: ModelRequest, completion_id: str) -> None:
         self._model = request.model
         self._completion_id = completion_id
@@ -468,6 +473,8 @@ def streamer(request: ModelRequest, completion_id: str, created: int) -> _Stream
     return _Streamer(request, completion_id)
 
 
+_NO_DATE = "1970-01-01T00:00:00Z"
+
 _ERROR_TYPES = {
     "invalid_request": "invalid_request_error",
     "authentication": "authentication_error",
@@ -495,14 +502,18 @@ def error_body(error: ErrorKind) -> bytes:
     )
 
 
+def _model(model: str) -> dict[str, Any]:
+    return {"type": "model", "id": model, "display_name": model, "created_at": _NO_DATE}
+
+
+def model_body(model: str) -> bytes:
+    return json_bytes(_model(model))
+
+
 def models_body(models: list[str]) -> bytes:
-    entries = [
-        {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-        for model in models
-    ]
     return json_bytes(
         {
-            "data": entries,
+            "data": [_model(model) for model in models],
             "has_more": False,
             "first_id": models[0] if models else None,
             "last_id": models[-1] if models else None,

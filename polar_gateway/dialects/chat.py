@@ -5,8 +5,8 @@ from typing import Any
 
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
-from polar_gateway.dialects.openai import error_body, error_status, models_body
-from polar_gateway.dialects.sse import DONE, json_bytes
+from polar_gateway.dialects.openai import error_body, error_status, model_body, models_body
+from polar_gateway.dialects.sse import DONE, EVENT_STREAM, json_bytes
 from polar_gateway.dialects.turn import (
     BlockDelta,
     BlockEnd,
@@ -29,13 +29,16 @@ __all__ = [
     "error_body",
     "error_status",
     "match",
+    "model_body",
     "models_body",
     "name",
     "normalise",
+    "request_id_header",
     "streamer",
 ]
 
 name = "chat"
+request_id_header = "x-request-id"
 
 FIELDS: dict[str, Treatment] = {
     "model": "translated",
@@ -95,7 +98,9 @@ _SAMPLING = (
 )
 
 
-def match(method: str, path: str, headers: Mapping[str, str]) -> Match | None:
+def match(
+    method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> Match | None:
     path = path.rstrip("/")
     if method == "POST":
         return Match("call") if path.endswith("/chat/completions") else None
@@ -283,6 +288,8 @@ _CALL_DELTA = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
 
 
 class _Streamer:
+    content_type = EVENT_STREAM
+
     def __init__(self, request: ModelRequest, completion_id: str, created: int) -> None:
         self._head = b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,' % (
             json_bytes(_answer_id(completion_id)),

@@ -202,6 +202,7 @@ class Conversation:
         self._behind: list[str] = []
         """For the last message."""
         self._unanswered: dict[str, None] = {}
+        self._answers: dict[int, str] = {}
 
     def system(self, text: str) -> None:
         if not text.strip():
@@ -243,11 +244,22 @@ class Conversation:
         del self._unanswered[call_id]
         self._append({"role": "tool", "tool_call_id": call_id, "content": self._reminded(content)})
 
-    def assistant(self, text: str, reasoning: str, calls: list[dict[str, Any]]) -> None:
+    def assistant(
+        self, text: str, reasoning: str, calls: list[dict[str, Any]], answer: str | None = None
+    ) -> None:
+        """`answer` is the completion that the message says it is the answer of."""
         self._flush()
+        if answer is not None:
+            self._answers[len(self._messages)] = answer
         self._append(assistant_message(text, reasoning, calls))
         for call in calls:
             self._unanswered[call["id"]] = None
+
+    @property
+    def answers(self) -> dict[int, str]:
+        """`ModelRequest.answers` for the messages that `finish` returns."""
+        offset = 1 if self._head else 0
+        return {index + offset: answer for index, answer in self._answers.items()}
 
     @property
     def ends_with_assistant(self) -> bool:

@@ -34,7 +34,12 @@ def error_body(error: ErrorKind) -> bytes:
 
 
 def models_body(models: list[str]) -> bytes:
-    entries = [
-        {"id": model, "object": "model", "created": 0, "owned_by": "polar"} for model in models
-    ]
-    return json_bytes({"object": "list", "data": entries})
+    return json_bytes({"object": "list", "data": [_model(model) for model in models]})
+
+
+def model_body(model: str) -> bytes:
+    return json_bytes(_model(model))
+
+
+def _model(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "polar"}

@@ -10,8 +10,8 @@ import msgspec
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects import openai
 from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
-from polar_gateway.dialects.openai import error_body, error_status, models_body
-from polar_gateway.dialects.sse import json_bytes
+from polar_gateway.dialects.openai import error_body, error_status, model_body, models_body
+from polar_gateway.dialects.sse import EVENT_STREAM, json_bytes
 from polar_gateway.dialects.turn import (
     Block,
     BlockDelta,
@@ -36,13 +36,16 @@ __all__ = [
     "error_body",
     "error_status",
     "match",
+    "model_body",
     "models_body",
     "name",
     "normalise",
+    "request_id_header",
     "streamer",
 ]
 
 name = "responses"
+request_id_header = "x-request-id"
 
 FIELDS: dict[str, Treatment] = {
     "model": "translated",
@@ -84,7 +87,9 @@ _SEAL = "polar.1."
 """Opens the `encrypted_content` that we make, so that what others made is not taken for it."""
 
 
-def match(method: str, path: str, headers: Mapping[str, str]) -> Match | None:
+def match(
+    method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> Match | None:
     path = path.rstrip("/")
     if path.endswith("/responses"):
         return (
@@ -537,6 +542,8 @@ _EVENT = b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n'
 
 
 class _Streamer:
+    content_type = EVENT_STREAM
+
     def __init__(self, request: ModelRequest, completion_id: str, created: int) -> None:
         self._request = request
         self._completion_id = completion_id

@@ -7,6 +7,8 @@ import msgspec
 json_bytes = msgspec.json.Encoder().encode
 """Any JSON value, a string's quotes included, as compact UTF-8."""
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
 DONE = b"data: [DONE]\n\n"
 
 

@@ -34,6 +34,13 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """What was dropped on the way, one short phrase each."""
     renames: dict[str, Any] = {}
     """Tool name as the engine sees it -> how the dialect must name it in the answer."""
+    answers: dict[int, str] = {}
+    """Index of an assistant message -> the completion that it says it is the answer of: the opaque
+    reference that our answer carried (a signature, an item's id) and the harness sent back."""
+    kind: str = "turn"
+    """What the endpoint itself says the call is for; "turn" where it says nothing."""
+    framing: Literal["sse", "json_array"] = "sse"
+    """How the parts of a streamed answer are told apart."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -96,6 +103,9 @@ class BlockDelta(msgspec.Struct, kw_only=True, tag="delta"):
 class BlockEnd(msgspec.Struct, kw_only=True, tag="end"):
     """The open block is complete. For a call this is the point from which a harness may act."""
 
+    cut: bool = False
+    """The output limit ended the answer inside this block."""
+
 
 class TurnEnd(msgspec.Struct, kw_only=True, tag="turn_end"):
     """The turn is complete and its record durable."""
@@ -131,10 +141,14 @@ class ErrorKind(msgspec.Struct, kw_only=True, frozen=True):
         "internal",
     ]
     message: str
+    retry_after: int | None = None
+    """Seconds after which asking again makes sense, for the header of that name."""
 
 
 class Streamer(Protocol):
     """Renders one streamed answer; every method returns bytes to write, possibly none."""
+
+    content_type: str
 
     def open(self, prompt_tokens: int) -> bytes:
         """The first event(s), before any block. Called exactly once, first. `prompt_tokens` is 0
@@ -152,9 +166,10 @@ class Streamer(Protocol):
         ...
 
 
-RouteKind = Literal["call", "count_tokens", "models", "probe", "websocket"]
-"""A model call, or an auxiliary request: how many tokens a request has, which models there are, a
-sign of life, an upgrade that is answered with 426 so that the harness uses HTTP."""
+RouteKind = Literal["call", "count_tokens", "models", "model", "stored", "probe", "websocket"]
+"""A model call, or an auxiliary request: how many tokens a request has, which models there are, one
+of them by name, an answer that was stored, a sign of life, an upgrade that is answered with 426 so
+that the harness uses HTTP."""
 
 
 class Match(NamedTuple):
@@ -170,8 +185,12 @@ class Dialect(Protocol):
     """One provider's wire format, pure. Implemented by the modules of this package."""
 
     name: str
+    request_id_header: str
+    """In which this provider's answers carry the request's id."""
 
-    def match(self, method: str, path: str, headers: Mapping[str, str]) -> Match | None:
+    def match(
+        self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+    ) -> Match | None:
         """Whether the request is in this dialect. Header names are lower-case."""
         ...
 
@@ -191,6 +210,10 @@ class Dialect(Protocol):
 
     def models_body(self, models: list[str]) -> bytes:
         """The answer to a `models` request."""
+        ...
+
+    def model_body(self, model: str) -> bytes:
+        """The answer to a `model` request; any name is served by the session's model."""
         ...
 
     def count_body(self, tokens: int) -> bytes:

@@ -62,12 +62,20 @@ class EngineError(Exception):
     says more: the harness must learn nothing of the hosts behind the gateway."""
 
     def __init__(
-        self, kind: ErrorKind, *, infra: bool, detail: str = "", message: str = ""
+        self,
+        kind: ErrorKind,
+        *,
+        infra: bool,
+        detail: str = "",
+        message: str = "",
+        again: bool = False,
     ) -> None:
         super().__init__(message or kind.message)
         self.kind = kind
         self.infra = infra
         self.detail = detail
+        self.again = again
+        """Whether the same request may succeed later."""
 
 
 class EngineProbe(msgspec.Struct, kw_only=True):
@@ -78,6 +86,8 @@ class EngineProbe(msgspec.Struct, kw_only=True):
     version: str = ""
     max_model_len: int | None = None
     token_ids: bool = False
+    stream_ids: bool = False
+    """Whether streamed answers come with all ids and log probabilities, too."""
     end_of_turn_ids: list[int] = []
     problems: list[str] = []
     """Sentences; training cannot do without what they name."""
@@ -113,6 +123,11 @@ class EngineStream(Generation, Protocol):
 
     @property
     def prompt_tokens(self) -> int: ...
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the events handed out so far were made of."""
+        ...
 
     async def aclose(self) -> None:
         """End the generation; the engine stops sampling."""

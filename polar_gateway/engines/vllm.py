@@ -434,6 +434,10 @@ class VllmStream:
     def prompt_tokens(self) -> int:
         return len(self.prompt_ids or ())
 
+    @property
+    def sampled_tokens(self) -> int:
+        return self._assembly.sampled_tokens
+
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         return self._assembly.unseen()
 
@@ -536,6 +540,10 @@ class Assembly:
         events: list[TurnEvent] = []
         self._end_block(events)
         return events
+
+    @property
+    def sampled_tokens(self) -> int:
+        return len(self._ids)
 
     def unseen(self) -> tuple[Ids, Floats]:
         since, self._seen = self._seen, len(self._ids)

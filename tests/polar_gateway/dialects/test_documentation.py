@@ -35,7 +35,7 @@ def test_every_field_that_a_harness_sends_is_in_its_table() -> None:
     sent: dict[str, set[str]] = {name: set() for name in MODULES}
     for harness, scenario in recordings():
         for exchange in load(harness, scenario):
-            found = route("POST", exchange.request["path"], exchange.request["headers"])
+            found = route("POST", exchange.request["path"], {}, exchange.request["headers"])
             if found is not None:
                 sent[found.dialect.name] |= set(exchange.request["body"])
     for name, fields in sent.items():

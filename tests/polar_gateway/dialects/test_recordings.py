@@ -29,7 +29,7 @@ SCENARIOS = [pair for pair in recordings() if spoken(*pair)]
 
 def routed(exchange: Exchange) -> Route:
     request = exchange.request
-    found = route(request["method"], request["path"], request["headers"])
+    found = route(request["method"], request["path"], {}, request["headers"])
     assert found is not None
     return found
 

@@ -12,7 +12,7 @@ CALLS = {
 @pytest.mark.parametrize("prefix", ["", "/v1", "/s/abc/v1", "/any/where"])
 @pytest.mark.parametrize("path", CALLS)
 def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
-    found = route("POST", prefix + path, {})
+    found = route("POST", prefix + path, {}, {})
     assert found is not None
     assert (found.dialect.name, found.kind, found.fields) == (CALLS[path], "call", {})
 
@@ -36,7 +36,7 @@ def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
 def test_an_auxiliary_request_is_told_from_a_model_call(
     method: str, path: str, headers: dict[str, str], expected: tuple[str, str]
 ) -> None:
-    found = route(method, path, headers)
+    found = route(method, path, {}, headers)
     assert found is not None
     assert (found.dialect.name, found.kind) == expected
 
@@ -53,7 +53,7 @@ def test_an_auxiliary_request_is_told_from_a_model_call(
     ],
 )
 def test_anything_else_is_no_dialects(method: str, path: str) -> None:
-    assert route(method, path, {}) is None
+    assert route(method, path, {}, {}) is None
 
 
 @pytest.mark.parametrize(
