@@ -135,7 +135,7 @@ class EngineStream(Generation, Protocol):
 
 
 class Engine(Protocol):
-    """One backend. Methods raise EngineError."""
+    """One backend. Methods ask once and raise EngineError, which says whether to ask again."""
 
     async def probe(self) -> EngineProbe: ...
 
@@ -152,8 +152,11 @@ class Engine(Protocol):
     async def stream(
         self, request: ModelRequest, request_id: str, after: str | None = None
     ) -> EngineStream:
-        """Ask for a streamed answer, as `complete`. Returns once the generation's first event is there, so that everything that fails before
-        can still be tried again or answered with a status."""
+        """Ask for a streamed answer, as `complete`.
+
+        Returns once the generation's first event is there, so that everything that fails before
+        can still be tried again or answered with a status.
+        """
         ...
 
     async def count_tokens(self, request: ModelRequest) -> int:

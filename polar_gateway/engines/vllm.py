@@ -8,11 +8,10 @@ removes ids and log probabilities from the answer.
 import math
 import re
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
-import anyio
 import msgspec
 
 from builders.records import Floats, Ids
@@ -32,8 +31,6 @@ from polar_gateway.dialects.turn import (
 from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
 from polar_gateway.engines.id_cache import IdCache
 
-BACKOFF = (0.1, 0.5)
-"""Seconds between tries; after the last one the error is the harness's to hear."""
 MISSING_LOGPROB = -9999.0
 """How vLLM writes minus infinity."""
 
@@ -131,38 +128,14 @@ _answers = msgspec.json.Decoder(_Answer)
 _encoder = msgspec.json.Encoder()
 
 
-class _Failed(EngineError):
-    """An EngineError that knows whether asking again may help."""
-
-    def __init__(
-        self,
-        kind: ErrorKind,
-        *,
-        infra: bool,
-        detail: str = "",
-        message: str = "",
-        again: bool = False,
-    ) -> None:
-        super().__init__(kind, infra=infra, detail=detail, message=message)
-        self.again = again
-
-
 class Vllm:
     """One vLLM server. `model` is its name for the weights; empty takes the first it lists."""
 
     name = "vllm"
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        model: str = "",
-        api_key: str | None = None,
-        backoff: tuple[float, ...] = BACKOFF,
-    ) -> None:
+    def __init__(self, base_url: str, *, model: str = "", api_key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.model = model
-        self._backoff = backoff
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -175,29 +148,21 @@ class Vllm:
         self, request: ModelRequest, request_id: str, after: str | None = None
     ) -> EngineReply:
         body = await self._body(request, stream=False)
-
-        async def once() -> EngineReply:
-            answer = await self._post("/v1/chat/completions", body, _answers, request_id)
-            return read_answer(answer, PromptReader(self._cache, request_id, after))
-
-        return await self._try(once)
+        answer = await self._post("/v1/chat/completions", body, _answers, request_id)
+        return read_answer(answer, PromptReader(self._cache, request_id, after))
 
     async def stream(
         self, request: ModelRequest, request_id: str, after: str | None = None
     ) -> "VllmStream":
         body = await self._body(request, stream=True)
-
-        async def once() -> VllmStream:
-            response = await self._open("/v1/chat/completions", body, request_id)
-            stream = VllmStream(response, PromptReader(self._cache, request_id, after))
-            try:
-                await stream.begin()
-            except BaseException:
-                response.close()
-                raise
-            return stream
-
-        return await self._try(once)
+        response = await self._open("/v1/chat/completions", body, request_id)
+        stream = VllmStream(response, PromptReader(self._cache, request_id, after))
+        try:
+            await stream.begin()
+        except BaseException:
+            response.close()
+            raise
+        return stream
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Exact where the server renders chat requests, else what /tokenize makes of it."""
@@ -218,14 +183,14 @@ class Vllm:
         found = EngineProbe(engine=self.name, model=self.model)
         try:
             await self._probe(found)
-        except _Failed as error:
+        except EngineError as error:
             if error.again:
                 raise
             found.problems.append(f"it does not answer as a vLLM would: {error}")
         return found
 
     async def _probe(self, found: EngineProbe) -> None:
-        version = await self._try(lambda: self._get("/version", msgspec.json.Decoder(_Version)))
+        version = await self._get("/version", msgspec.json.Decoder(_Version))
         found.version = version.version
         listing = await self._models()
         served = {model.id: model.max_model_len for model in listing.data}
@@ -291,13 +256,11 @@ class Vllm:
         if request.template_kwargs:
             body["chat_template_kwargs"] = request.template_kwargs
         encoded = _encoder.encode(body)
-        answer = await self._try(
-            lambda: self._post("/tokenize", encoded, msgspec.json.Decoder(_Tokenized))
-        )
+        answer = await self._post("/tokenize", encoded, msgspec.json.Decoder(_Tokenized))
         return answer.tokens
 
     async def _models(self) -> _Models:
-        return await self._try(lambda: self._get("/v1/models", msgspec.json.Decoder(_Models)))
+        return await self._get("/v1/models", msgspec.json.Decoder(_Models))
 
     async def _served(self) -> str:
         if not self.model:
@@ -306,23 +269,13 @@ class Vllm:
                 raise EngineError(
                     ErrorKind(status=503, code="overloaded", message="the engine serves no model"),
                     infra=True,
+                    again=True,
                 )
             self.model = listing.data[0].id
         return self.model
 
     async def _body(self, request: ModelRequest, *, stream: bool) -> bytes:
         return _encoder.encode(chat_body(request, await self._served(), stream=stream))
-
-    async def _try(self, once: Callable[[], Awaitable[_T]]) -> _T:
-        """Nothing was handed on yet, so what failed for the engine's reasons is asked again."""
-        for delay in self._backoff:
-            try:
-                return await once()
-            except _Failed as error:
-                if not error.again:
-                    raise
-            await anyio.sleep(delay)
-        return await once()
 
     async def _get(self, path: str, decoder: "msgspec.json.Decoder[_T]") -> _T:
         try:
@@ -349,15 +302,23 @@ class Vllm:
     async def _open(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
         """Send a request and return its answer, status 200, body unread."""
         headers = {**self._headers, "x-request-id": request_id} if request_id else self._headers
+        url = self.base_url + path
         try:
-            response = await self._session().post(self.base_url + path, data=body, headers=headers)
+            try:
+                response = await self._session().post(url, data=body, headers=headers)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    raise
+                # Mostly a connection that was kept alive and that the engine has closed meanwhile:
+                # a new one is no second sample, as nothing of an answer has come.
+                response = await self._session().post(url, data=body, headers=headers)
             if response.status == 200:
                 return response
             async with response:
                 data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(error) from error
-        raise error_of(response.status, data)
+        raise error_of(response.status, data, response.headers.get("retry-after", ""))
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
@@ -750,28 +711,34 @@ _LIMIT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)", re.I)
 _ASKED = re.compile(r"(?:contains at least|contains|requested|has|length) (\d+)", re.I)
 
 
-def error_of(status: int | None, data: bytes) -> EngineError:
+def error_of(status: int | None, data: bytes, retry_after: str = "") -> EngineError:
     """What an error answer of vLLM means to a harness.
 
     `status` is None for an error that came inside a stream; it then says its code itself.
+    `retry_after` is the header of that name, of which only seconds are understood.
     """
     said, code = _said(data)
     status = status or code or 500
     detail = data[:2048].decode("utf-8", "replace")
     if status == 400 and _OVERFLOW.search(said):
         kind = ErrorKind(status=400, code="context_overflow", message=overflow_message(said))
-        return _Failed(kind, infra=False, detail=detail)
+        return EngineError(kind, infra=False, detail=detail)
     if status in (400, 413, 422):
-        return _Failed(
+        return EngineError(
             ErrorKind(status=400, code="invalid_request", message=said), infra=False, detail=detail
         )
     if status in (429, 503):
-        kind = ErrorKind(status=503, code="overloaded", message="the engine is busy")
+        kind = ErrorKind(
+            status=503,
+            code="overloaded",
+            message="the engine is busy",
+            retry_after=int(retry_after) if retry_after.isdecimal() else None,
+        )
         said = f"{kind.message}: {said}"
-        return _Failed(kind, infra=True, detail=detail, message=said, again=True)
+        return EngineError(kind, infra=True, detail=detail, message=said, again=True)
     kind = ErrorKind(status=500, code="internal", message="the engine failed")
     said = f"the engine answered {status}: {said}"
-    return _Failed(kind, infra=True, detail=detail, message=said, again=status >= 500)
+    return EngineError(kind, infra=True, detail=detail, message=said, again=status >= 500)
 
 
 def overflow_message(said: str) -> str:
@@ -801,17 +768,17 @@ def _unreachable(error: Exception) -> EngineError:
     said = str(error) or type(error).__name__
     kind = ErrorKind(status=503, code="overloaded", message="the engine cannot be reached")
     message = f"{kind.message}: {said}"
-    return _Failed(kind, infra=True, detail=said, message=message, again=True)
+    return EngineError(kind, infra=True, detail=said, message=message, again=True)
 
 
 def _broke_off(what: str) -> EngineError:
     kind = ErrorKind(status=500, code="internal", message="the engine broke off")
-    return _Failed(kind, infra=True, message=f"{kind.message}: {what}", again=True)
+    return EngineError(kind, infra=True, message=f"{kind.message}: {what}", again=True)
 
 
 def _aborted() -> EngineError:
     kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
-    return _Failed(kind, infra=True, again=True)
+    return EngineError(kind, infra=True, again=True)
 
 
 def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
@@ -824,4 +791,6 @@ def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
 def _unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:
     kind = ErrorKind(status=500, code="internal", message="the engine's answer cannot be read")
     detail = data[:2048].decode("utf-8", "replace")
-    return _Failed(kind, infra=True, detail=detail, message=f"{kind.message}: {error}", again=True)
+    return EngineError(
+        kind, infra=True, detail=detail, message=f"{kind.message}: {error}", again=True
+    )

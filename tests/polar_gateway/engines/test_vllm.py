@@ -31,7 +31,7 @@ HI = ModelRequest(model="anything", messages=[{"role": "user", "content": "hi"}]
 @asynccontextmanager
 async def vllm_at(app: Any, **options: Any) -> AsyncIterator[Vllm]:
     async with serve(app) as url:
-        engine = Vllm(url, **{"model": "tiny", "backoff": (0.01, 0.01), **options})
+        engine = Vllm(url, **{"model": "tiny", **options})
         try:
             yield engine
         finally:
@@ -370,41 +370,51 @@ async def test_a_key_that_the_engine_refuses_is_not_the_harnesss_fault() -> None
     assert raised.value.kind.code == "internal"
 
 
-@pytest.mark.parametrize("name", ["err_admission_queue_full", "engine_killed_inflight"])
-async def test_a_busy_or_broken_engine_is_asked_again(name: str) -> None:
-    bad, good = recording(name), recording("stop_string_midtoken")
-    refusal = (bad["status"], bad["response"])
-    app = Answers(refusal, refusal, (200, good["response"]))
-    reply = await completed(app)
-    assert len(reply.sampled_ids) == 5
-    assert len(app.requests) == 3
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("err_admission_queue_full", "overloaded"), ("engine_killed_inflight", "internal")],
+)
+async def test_a_busy_or_broken_engine_is_asked_once_and_may_be_asked_again(
+    name: str, code: str
+) -> None:
+    app = Answers.recorded(name)
+    for asked, ask in enumerate((completed, streamed), start=1):
+        with pytest.raises(EngineError) as raised:
+            await ask(app)
+        assert raised.value.again
+        assert raised.value.infra
+        assert raised.value.kind.code == code
+        assert len(app.requests) == asked
 
 
-async def test_it_is_asked_three_times_and_no_more() -> None:
-    app = Answers.recorded("err_admission_queue_full")
-    with pytest.raises(EngineError, match="the engine is busy") as raised:
-        await completed(app)
-    assert len(app.requests) == 3
-    assert (raised.value.kind.status, raised.value.kind.code) == (503, "overloaded")
-    assert raised.value.infra
+@pytest.mark.parametrize(
+    ("status", "header", "seconds"),
+    [(429, "7", 7), (503, "30", 30), (429, "Wed, 21 Oct 2026 07:28:00 GMT", None), (503, "", None)],
+)
+def test_a_busy_engine_may_say_when_to_come_back(
+    status: int, header: str, seconds: int | None
+) -> None:
+    kind = error_of(status, b'{"error":{"message":"10.0.0.7 is full"}}', header).kind
+    assert (kind.status, kind.code, kind.retry_after) == (503, "overloaded", seconds)
+    assert kind.message == "the engine is busy", "which hosts there are is the operator's business"
 
 
-async def test_a_stream_is_asked_for_again_before_its_first_event() -> None:
-    bad = recording("engine_killed_inflight_stream")["events"][1:]
-    app = Answers((503, {}), [sse(bad)], [sse(recording("scripted_stream")["events"])])
-    _, reply = await streamed(app)
-    assert reply.findings == []
-    assert len(app.requests) == 3
+async def test_a_stream_that_fails_before_its_first_event_may_be_asked_for_again() -> None:
+    with pytest.raises(EngineError) as raised:
+        await streamed(Answers([sse(recording("engine_killed_inflight_stream")["events"][1:])]))
+    assert raised.value.again
 
 
 async def test_an_engine_that_is_not_there_is_said_to_be_unreachable() -> None:
     async with serve(Answers((200, {}))) as url:
         pass
-    engine = Vllm(url, model="tiny", backoff=(0.01,))
+    engine = Vllm(url, model="tiny")
     with pytest.raises(EngineError, match="the engine cannot be reached") as raised:
         await engine.complete(HI, "msg_1")
     await engine.aclose()
     assert raised.value.infra
+    assert raised.value.again
+    assert "127.0.0.1" not in raised.value.kind.message
 
 
 async def test_a_pooled_connection_that_was_closed_meanwhile_costs_nothing() -> None:
@@ -428,7 +438,7 @@ async def test_a_pooled_connection_that_was_closed_meanwhile_costs_nothing() -> 
     server = await asyncio.start_server(answers_once_then_hangs_up, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        engine = Vllm(f"http://127.0.0.1:{port}", model="tiny", backoff=(0.01, 0.01))
+        engine = Vllm(f"http://127.0.0.1:{port}", model="tiny")
         for _ in range(3):
             assert len((await engine.complete(HI, "msg_1")).sampled_ids) == 5
         await engine.aclose()
@@ -554,7 +564,7 @@ async def test_a_probe_names_what_training_cannot_do_without() -> None:
 async def test_a_probe_of_a_server_that_is_not_there_yet_raises() -> None:
     async with serve(Answers((200, {}))) as url:
         pass
-    engine = Vllm(url, backoff=())
+    engine = Vllm(url)
     with pytest.raises(EngineError, match="cannot be reached"):
         await engine.probe()
     await engine.aclose()
