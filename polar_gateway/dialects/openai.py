@@ -18,18 +18,32 @@ _ERRORS: dict[str, tuple[str, str | None]] = {
 }
 """Type and code by which these APIs' clients tell errors apart."""
 
+_STATUSES = {"context_overflow": 400, "rate_limit": 429, "overloaded": 503}
+"""Where these APIs have one status for the error, whatever the engine's was: their clients back off
+from 503 and 429, and look for the overflow's code in a 400 only."""
+
+
+def error_type(error: ErrorKind) -> str:
+    return _ERRORS[error.code][0]
+
 
 def error_code(error: ErrorKind) -> str | None:
+    if error.code == "not_found" and error.param == "previous_response_id":
+        return "previous_response_not_found"
     return _ERRORS[error.code][1]
 
 
 def error_status(error: ErrorKind) -> int:
-    return error.status
+    return _STATUSES.get(error.code, error.status)
 
 
 def error_body(error: ErrorKind) -> bytes:
-    kind, code = _ERRORS[error.code]
-    payload: dict[str, Any] = {"message": error.message, "type": kind, "param": None, "code": code}
+    payload: dict[str, Any] = {
+        "message": error.message,
+        "type": error_type(error),
+        "param": error.param,
+        "code": error_code(error),
+    }
     return json_bytes({"error": payload})
 
 

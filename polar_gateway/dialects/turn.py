@@ -41,6 +41,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """What the endpoint itself says the call is for; "turn" where it says nothing."""
     framing: Literal["sse", "json_array"] = "sse"
     """How the parts of a streamed answer are told apart."""
+    echo: dict[str, Any] = {}
+    """What the answer says again of the request, in the dialect's own terms."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -143,6 +145,8 @@ class ErrorKind(msgspec.Struct, kw_only=True, frozen=True):
     message: str
     retry_after: int | None = None
     """Seconds after which asking again makes sense, for the header of that name."""
+    param: str | None = None
+    """The request's field that the error is about, for dialects that say so."""
 
 
 class Streamer(Protocol):

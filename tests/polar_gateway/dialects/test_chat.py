@@ -313,7 +313,6 @@ def test_an_error_has_the_providers_shape(code: Any, kind: str, provider_code: s
     assert body == {
         "error": {"message": "So it is.", "type": kind, "param": None, "code": provider_code}
     }
-    assert chat.error_status(error) == 418
     streamer = chat.streamer(REQUEST, COMPLETION_ID, CREATED)
     assert parse_sse(streamer.error(error)) == [(None, body)]
 
