@@ -11,13 +11,14 @@ import msgspec
 from harness_adapters.base import AgentSpec, HarnessAdapter, LaunchContext
 from harness_adapters.claude_code import ClaudeCode
 from harness_adapters.codex import Codex
-from harness_adapters.pi import Pi
+from harness_adapters.pi import Pi, PiOld
 from harness_adapters.shell import Shell
 
 ADAPTERS: dict[str, HarnessAdapter] = {
     "codex": Codex(),
     "claude_code": ClaudeCode(),
     "pi": Pi(),
+    "pi_old": PiOld(),
     "shell": Shell(),
 }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from harness_adapters import events
+from harness_adapters import events, instruction
 from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
 
 SKILL_TOOL = "Skill"
@@ -95,11 +95,7 @@ class ClaudeCode:
             path = f"{config_dir}/mcp-servers.json"
             files[path] = json.dumps(_mcp_config(agent.mcp_servers), indent=1)
             words += ["--mcp-config", path, "--strict-mcp-config"]
-        command = shlex.join(words)
-        if context.instruction.startswith("/"):
-            # Its first word would be taken for one of the CLI's own commands ("/clear", "/init")
-            # and never reach the model; a space before it prevents that.
-            command = f"{{ printf ' '; cat; }} | {command}"
+        command = instruction.as_words(shlex.join(words), context.instruction)
         if agent.skills_path:
             home = shlex.join(["mkdir", "-p", config_dir])
             linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])

@@ -49,6 +49,8 @@ class Pack(msgspec.Struct, kw_only=True, frozen=True):
     """Name in `bin/` -> the executable it is a link to."""
     node_scripts: dict[str, str] = {}
     """Name in `bin/` -> the script that it runs with the pack's own Node."""
+    executables: tuple[str, ...] = ()
+    """What else must be executable and comes without that right."""
     prune: tuple[str, ...] = ()
     """Installed but never used by a headless run."""
 
@@ -73,6 +75,15 @@ class InstalledPack(msgspec.Struct, kw_only=True, frozen=True):
     bytes: int
 
 
+NODE = {"node": "node_modules/node-linux-*/bin/node"}
+
+NODE_UNUSED = (
+    "node_modules/.bin",
+    "node_modules/node-linux-*/include",
+    "node_modules/node-linux-*/lib",
+    "node_modules/node-linux-*/share",
+)
+
 PACKS: dict[str, Pack] = {
     "codex": Pack(
         name="codex",
@@ -96,17 +107,53 @@ PACKS: dict[str, Pack] = {
     ),
     "pi": Pack(
         name="pi",
+        package="@earendil-works/pi-coding-agent",
+        version="1.5.2",
+        program="pi",
+        links=NODE,
+        node_scripts={"pi": "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"},
+        prune=NODE_UNUSED,
+    ),
+    "pi_old": Pack(
+        name="pi_old",
         package="@mariozechner/pi-coding-agent",
         version="0.73.1",
         program="pi",
-        links={"node": "node_modules/node-linux-*/bin/node"},
+        links=NODE,
         node_scripts={"pi": "node_modules/@mariozechner/pi-coding-agent/dist/cli.js"},
+        prune=NODE_UNUSED,
+    ),
+    "gemini_cli": Pack(
+        name="gemini_cli",
+        package="@google/gemini-cli",
+        version="0.61.0",
+        program="gemini",
+        links=NODE,
+        node_scripts={"gemini": "node_modules/@google/gemini-cli/bundle/gemini.js"},
+        prune=NODE_UNUSED,
+    ),
+    "qwen_code": Pack(
+        name="qwen_code",
+        package="@qwen-code/qwen-code",
+        version="0.24.4",
+        program="qwen",
+        links=NODE,
+        node_scripts={"qwen": "node_modules/@qwen-code/qwen-code/cli-entry.js"},
+        executables=("node_modules/@qwen-code/qwen-code/vendor/ripgrep/*-linux/rg",),
         prune=(
-            "node_modules/.bin",
-            "node_modules/node-linux-*/include",
-            "node_modules/node-linux-*/lib",
-            "node_modules/node-linux-*/share",
+            *NODE_UNUSED,
+            "node_modules/@qwen-code/qwen-code/vendor/ripgrep/*-darwin",
+            "node_modules/@qwen-code/qwen-code/vendor/ripgrep/*-win32",
+            "node_modules/@qwen-code/qwen-code/web-shell",
         ),
+    ),
+    "opencode": Pack(
+        name="opencode",
+        package="opencode-ai",
+        version="1.18.33",
+        program="opencode",
+        links={"opencode": "node_modules/opencode-linux-*/bin/opencode"},
+        prune=("node_modules/.bin", "node_modules/opencode-ai"),
     ),
 }
 
@@ -254,6 +301,9 @@ def _write_launchers(pack: Pack, folder: Path) -> None:
             )
         (folder / "bin" / name).symlink_to(Path("..") / found[0].relative_to(folder))
         found[0].chmod(0o755)
+    for pattern in pack.executables:
+        for path in folder.glob(pattern):
+            path.chmod(0o755)
     for name, script in pack.node_scripts.items():
         launcher = folder / "bin" / name
         launcher.write_text(NODE_LAUNCHER.format(script=script))

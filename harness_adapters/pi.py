@@ -6,13 +6,14 @@ status is honest, stderr says what happened, and the session file in its HOME ha
 """
 
 import json
+import re
 import shlex
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from harness_adapters import events
-from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan
+from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
 
 KEY_ENV = "POLAR_MODEL_KEY"
 
@@ -23,8 +24,11 @@ KEEP_RECENT_TOKENS = 20000
 """The CLI's own defaults for compaction, lowered where the context window is small."""
 
 
+SERVER_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
 class PiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the harness `pi`."""
+    """Settings of the harnesses `pi` and `pi_old`."""
 
     reasoning: bool = False
     """Declare the model a reasoning model: `reasoning_effort` is sent and the system message has
@@ -44,21 +48,35 @@ class PiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Pi:
-    """Adapter for `pi -p`; the pack brings a Node of its own. It knows no MCP."""
+    """Adapter for `pi -p`; the pack brings a Node of its own."""
 
     name: ClassVar[str] = "pi"
     pack: ClassVar[str | None] = "pi"
     Settings: ClassVar[type[msgspec.Struct]] = PiSettings
+    has_mcp: ClassVar[bool] = True
+    key: ClassVar[str] = f"${KEY_ENV}"
+    """How its model list names an environment variable."""
+    quiet: ClassVar[tuple[str, ...]] = ("--no-extensions",)
+    """Its built-in extensions bring commands (/mcp, /llama) that an instruction may begin with."""
 
     def plan(self, agent: AgentSpec, context: LaunchContext) -> LaunchPlan:
         settings = msgspec.convert(agent.settings, PiSettings)
-        if agent.mcp_servers:
-            raise ValueError("agent.mcp_servers: pi has no MCP support")
+        if agent.mcp_servers and not self.has_mcp:
+            raise ValueError(f"agent.mcp_servers: {self.name} has no MCP support")
         config_dir = f"{context.home_dir}/.pi/agent"
         files = {
-            f"{config_dir}/models.json": json.dumps(_models(settings, context), indent=1),
+            f"{config_dir}/models.json": json.dumps(
+                _models(settings, context, self.key), indent=1
+            ),
             f"{config_dir}/settings.json": json.dumps(_cli_settings(context), indent=1),
         }
+        if agent.mcp_servers:
+            if context.instruction.lstrip().startswith("/mcp"):
+                raise ValueError(
+                    "the instruction begins with /mcp, which pi takes for its own command when "
+                    "it has MCP servers; begin it with another word"
+                )
+            files[f"{config_dir}/mcp.json"] = json.dumps(_mcp_config(agent.mcp_servers), indent=1)
         words = [
             f"{context.pack_dir}/bin/pi" if context.pack_dir else "pi",
             "--provider",
@@ -66,7 +84,10 @@ class Pi:
             "--model",
             context.model_name,
             "-p",
+            *self.quiet,
         ]
+        if agent.mcp_servers:
+            words += ["--extension", "builtin:mcp"]
         if settings.thinking is not None:
             words += ["--thinking", settings.thinking]
         if settings.tools is not None:
@@ -97,7 +118,17 @@ class Pi:
         return events.by_status(self.name, return_code, stderr_tail)
 
 
-def _models(settings: PiSettings, context: LaunchContext) -> dict[str, object]:
+class PiOld(Pi):
+    """The last version under its former name, for comparisons with what was trained on it."""
+
+    name: ClassVar[str] = "pi_old"
+    pack: ClassVar[str | None] = "pi_old"
+    has_mcp: ClassVar[bool] = False
+    key: ClassVar[str] = KEY_ENV
+    quiet: ClassVar[tuple[str, ...]] = ()
+
+
+def _models(settings: PiSettings, context: LaunchContext, key: str) -> dict[str, object]:
     model = {
         "id": context.model_name,
         "name": context.model_name,
@@ -110,7 +141,7 @@ def _models(settings: PiSettings, context: LaunchContext) -> dict[str, object]:
     provider = {
         "baseUrl": f"{context.model_url}/v1",
         "api": "openai-completions",
-        "apiKey": KEY_ENV,
+        "apiKey": key,
         "models": [model],
     }
     return {"providers": {PROVIDER: provider}}
@@ -126,3 +157,25 @@ def _cli_settings(context: LaunchContext) -> dict[str, object]:
             "keepRecentTokens": min(KEEP_RECENT_TOKENS, quarter),
         },
     }
+
+
+def _mcp_config(servers: list[MCPServerSpec]) -> dict[str, Any]:
+    return {"mcpServers": {server.name: _mcp_server(server) for server in servers}}
+
+
+def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
+    """Its tools are declared like built-in ones: the first request waits for the server, and the
+    tool list stays the same over the run."""
+    if not SERVER_NAME.fullmatch(server.name):
+        raise ValueError(
+            f"agent.mcp_servers: pi takes only letters, digits, _ and - in a server's name, "
+            f"not {server.name!r}"
+        )
+    if server.transport == "stdio":
+        return {"command": server.command, "args": server.args, "exposure": "direct"}
+    if server.transport == "streamable-http":
+        return {"url": server.url, "exposure": "direct"}
+    raise ValueError(
+        f"agent.mcp_servers: pi speaks stdio and streamable-http, "
+        f"not {server.transport} ({server.name})"
+    )

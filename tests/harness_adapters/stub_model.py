@@ -88,7 +88,29 @@ STREAMS = {
         )
     )
     + b"data: [DONE]\n\n",
+    "streamGenerateContent": _sse(
+        (
+            None,
+            {
+                "candidates": [
+                    {
+                        "content": {"role": "model", "parts": [{"text": REPLY}]},
+                        "finishReason": "STOP",
+                        "index": 0,
+                    }
+                ],
+                "usageMetadata": {
+                    "promptTokenCount": 100,
+                    "candidatesTokenCount": 5,
+                    "totalTokenCount": 105,
+                },
+                "modelVersion": "stub-model",
+                "responseId": "resp_1",
+            },
+        )
+    ),
 }
+"""By path; Google's paths hold the model's name, so theirs is the method after the last colon."""
 
 REFUSAL = {
     "type": "error",
@@ -124,10 +146,11 @@ def stub_model(*, refuses: bool = False) -> Iterator[StubModel]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             path = self.path.partition("?")[0]
             stub.calls.append(Call(path, headers, json.loads(body)))
-            if stub.refuses or path not in STREAMS:
+            stream = STREAMS.get(path) or STREAMS.get(path.rpartition(":")[2])
+            if stub.refuses or stream is None:
                 self._answer(400, "application/json", json.dumps(REFUSAL).encode())
             else:
-                self._answer(200, "text/event-stream", STREAMS[path])
+                self._answer(200, "text/event-stream", stream)
 
         def _answer(self, status: int, kind: str, content: bytes) -> None:
             self.send_response(status)
