@@ -204,7 +204,7 @@ def _add_user(conversation: Conversation, blocks: list[dict[str, Any]], where: s
             content = _content(conversation, block.get("content"), f"{field}.content")
             conversation.tool(
                 string(block.get("tool_use_id"), f"{field}.tool_use_id"),
-                _as_error(content) if block.get("is_error") else content,
+                shared.as_error(content) if block.get("is_error") else content,
             )
         else:
             parts.append(_part(conversation, block, field))
@@ -215,16 +215,6 @@ def _add_user(conversation: Conversation, blocks: list[dict[str, Any]], where: s
             conversation.remind(part["text"])
         return
     conversation.user(shared.fold_parts(parts))
-
-
-def _as_error(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Say in the text what `is_error` says beside it, unless the text does."""
-    text = content if isinstance(content, str) else content[0].get("text", "")
-    if text.lstrip("<").lower().startswith(("error", "tool_use_error")):
-        return content
-    if isinstance(content, str):
-        return f"Error: {content}"
-    return [shared.text_part("Error:"), *content]
 
 
 def _content(conversation: Conversation, content: Any, field: str) -> str | list[dict[str, Any]]:

@@ -140,6 +140,16 @@ def with_prefix(text: str, content: str | list[dict[str, Any]]) -> str | list[di
     return [text_part(text), *content]
 
 
+def as_error(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A failed tool result, whose text says so too where the provider says it only beside it."""
+    text = content if isinstance(content, str) else content[0].get("text", "")
+    if text.lstrip("<").lower().startswith(("error", "tool_use_error")):
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}"
+    return [text_part("Error:"), *content]
+
+
 def is_reminder(text: str) -> bool:
     stripped = text.strip()
     return stripped.startswith("<system-reminder>") and stripped.endswith("</system-reminder>")

@@ -41,6 +41,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """What the endpoint itself says the call is for; "turn" where it says nothing."""
     framing: Literal["sse", "json_array"] = "sse"
     """How the parts of a streamed answer are told apart."""
+    include_reasoning: bool = True
+    """Whether the answer shows the reasoning: one provider shows it only to those who ask."""
     echo: dict[str, Any] = {}
     """What the answer says again of the request, in the dialect's own terms."""
 
