@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 # Spelled twice: mypy takes a package that imports its own modules for one that re-exports them.
 from polar_gateway.dialects import anthropic as anthropic
 from polar_gateway.dialects import chat as chat
+from polar_gateway.dialects import google as google
 from polar_gateway.dialects import responses as responses
 from polar_gateway.dialects.turn import Dialect, RouteKind
 
-DIALECTS: tuple[Dialect, ...] = (anthropic, responses, chat)
+DIALECTS: tuple[Dialect, ...] = (anthropic, google, responses, chat)
 """In the order in which they are asked whether a request is theirs."""
 
 

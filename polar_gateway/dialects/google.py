@@ -1,0 +1,786 @@
+"""Google's generateContent and streamGenerateContent (the Gemini API).
+
+Fields may be spelled in camel case or in snake case, as in that API. The model and whether the answer
+is streamed are in the URL.
+"""
+
+import base64
+import binascii
+import itertools
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polar_gateway.dialects import messages as shared
+from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
+from polar_gateway.dialects.sse import EVENT_STREAM, json_bytes
+from polar_gateway.dialects.turn import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Call,
+    ErrorKind,
+    Match,
+    ModelRequest,
+    Reasoning,
+    Text,
+    Turn,
+    TurnEnd,
+    TurnEvent,
+    UnsupportedRequestError,
+    Usage,
+)
+
+name = "google"
+request_id_header = "x-request-id"
+
+_GENERATION: dict[str, Treatment] = {
+    "temperature": "translated",
+    "topP": "translated",
+    "topK": "translated",
+    "maxOutputTokens": "translated",
+    "stopSequences": "translated",
+    "seed": "translated",
+    "presencePenalty": "translated",
+    "frequencyPenalty": "translated",
+    "responseMimeType": "translated",
+    "responseSchema": "translated",
+    "responseJsonSchema": "translated",
+    "thinkingConfig": "translated",
+    "candidateCount": "answered",
+    "responseModalities": "answered",
+    "enableEnhancedCivicAnswers": "ignored",
+    "responseLogprobs": "noted",
+    "logprobs": "noted",
+    "mediaResolution": "noted",
+}
+_GENERATION_REFUSED = {
+    "speechConfig": "the model behind this endpoint does not speak",
+    "imageConfig": "the model behind this endpoint does not draw",
+}
+
+FIELDS: dict[str, Treatment] = {
+    "model": "translated",
+    "contents": "translated",
+    "systemInstruction": "translated",
+    "tools": "translated",
+    "toolConfig": "translated",
+    "generationConfig": "translated",
+    "generateContentRequest": "translated",
+    "stream": "answered",
+    "alt": "answered",
+    "safetySettings": "ignored",
+    "labels": "ignored",
+    "store": "ignored",
+    "serviceTier": "ignored",
+    **{f"generationConfig.{field}": treatment for field, treatment in _GENERATION.items()},
+}
+
+REFUSED = {
+    "cachedContent": "no content is cached here; send it in the request",
+    **{f"generationConfig.{field}": reason for field, reason in _GENERATION_REFUSED.items()},
+}
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "topP": "top_p",
+    "topK": "top_k",
+    "stopSequences": "stop",
+    "seed": "seed",
+    "presencePenalty": "presence_penalty",
+    "frequencyPenalty": "frequency_penalty",
+}
+
+_CALL = re.compile(
+    r"(?:.*?/v1(?:alpha|beta)?\d*|.*?)/(?:models|tunedModels)/(?P<model>.+)"
+    r":(?P<method>generateContent|streamGenerateContent|countTokens)"
+)
+"""A model's name may hold anything, slashes and colons too."""
+_MODELS = re.compile(
+    r"(?:(?P<own>.*?/v1(?:alpha|beta)\d*)|(?P<other>.*?))/models(?:/(?P<model>.+))?"
+)
+"""The paths of OpenAI's API, apart from the version."""
+
+
+def match(
+    method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> Match | None:
+    if method == "POST":
+        found = _CALL.fullmatch(path)
+        if found is None:
+            return None
+        fields: dict[str, Any] = {"model": found["model"]}
+        if found["method"] == "countTokens":
+            return Match("count_tokens", fields)
+        fields["stream"] = found["method"] == "streamGenerateContent"
+        fields["alt"] = query.get("alt", "json")
+        return Match("call", fields)
+    found = _MODELS.fullmatch(path.rstrip("/")) if method == "GET" else None
+    if found is None:
+        return None
+    if found["own"] is None:
+        has_own_key = "x-goog-api-key" in headers or "key" in query
+        if not has_own_key or found["other"].endswith("/openai"):
+            return None
+    return Match("model", {"model": found["model"]}) if found["model"] else Match("models")
+
+
+@lru_cache(maxsize=256)
+def _camel(field: str) -> str:
+    first, *rest = field.split("_")
+    return first + "".join(word[:1].upper() + word[1:] for word in rest)
+
+
+def _fields(value: Any, field: str) -> dict[str, Any]:
+    """`value` as an object with its fields in camel case; None as the empty one."""
+    given = mapping(value, field)
+    if not any("_" in key for key in given):
+        return given
+    return {_camel(key): each for key, each in given.items()}
+
+
+def _listed(value: Any, field: str) -> list[dict[str, Any]]:
+    return [_fields(each, field) for each in objects(value, field)]
+
+
+def normalise(body: dict[str, Any]) -> ModelRequest:
+    given = _fields(body, "the body")
+    if given.get("generateContentRequest") is not None:
+        counted = _fields(given["generateContentRequest"], "generateContentRequest")
+        given = {**counted, "model": given.get("model")}
+    conversation = Conversation()
+    notes = conversation.notes
+    config = _fields(given.get("generationConfig"), "generationConfig")
+    dotted = {f"generationConfig.{field}": value for field, value in config.items()}
+    shared.screen({**given, **dotted}, FIELDS, REFUSED, notes)
+    _check_output(config)
+    conversation.system(_system_text(given.get("systemInstruction")))
+    history = _History(conversation)
+    for index, content in enumerate(_listed(given.get("contents"), "contents")):
+        history.add(content, f"contents[{index}]")
+
+    tools = _tools(given.get("tools"), notes)
+    tools, tool_choice = _tool_choice(given.get("toolConfig"), tools, notes)
+    thinking = _fields(config.get("thinkingConfig"), "generationConfig.thinkingConfig")
+    if thinking.get("thinkingLevel") not in (None, "THINKING_LEVEL_UNSPECIFIED"):
+        note(notes, "thinkingLevel ignored")
+    budget = thinking.get("thinkingBudget")
+    if budget not in (None, 0, -1):
+        note(notes, "thinkingBudget ignored")
+    return ModelRequest(
+        model=shared.model_name(given),
+        messages=conversation.finish(),
+        answers=conversation.answers,
+        tools=tools,
+        tool_choice=tool_choice,
+        max_tokens=shared.count(config.get("maxOutputTokens"), "generationConfig.maxOutputTokens"),
+        sampling={
+            ours: config[field]
+            for field, ours in _SAMPLING.items()
+            if config.get(field) not in (None, [])
+        },
+        response_format=_response_format(config),
+        template_kwargs={"enable_thinking": False} if budget == 0 else {},
+        stream=bool(given.get("stream")),
+        framing="sse" if given.get("alt") == "sse" else "json_array",
+        include_reasoning=bool(thinking.get("includeThoughts")),
+        notes=notes,
+    )
+
+
+def _check_output(config: dict[str, Any]) -> None:
+    if config.get("candidateCount") not in (None, 1):
+        raise UnsupportedRequestError(
+            "generationConfig.candidateCount",
+            "one answer to a request; ask again for another sample",
+        )
+    for modality in config.get("responseModalities") or []:
+        if str(modality).upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
+            raise UnsupportedRequestError(
+                "generationConfig.responseModalities", "the model behind this endpoint writes text"
+            )
+
+
+def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
+    kind = config.get("responseMimeType")
+    if kind not in (None, "", "text/plain", "application/json"):
+        raise UnsupportedRequestError(
+            "generationConfig.responseMimeType",
+            "only text/plain and application/json are supported",
+        )
+    schema = config.get("responseJsonSchema")
+    if schema is None and config.get("responseSchema") is not None:
+        schema = _json_schema(config["responseSchema"])
+    if schema is not None:
+        return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+    return {"type": "json_object"} if kind == "application/json" else None
+
+
+def _system_text(instruction: Any) -> str:
+    if instruction is None or isinstance(instruction, str):
+        return instruction or ""
+    given = _fields(instruction, "systemInstruction")
+    return _text(given.get("parts"), "systemInstruction.parts")
+
+
+def _text(parts: Any, field: str) -> str:
+    texts = []
+    for index, part in enumerate(_listed(parts or [], field)):
+        if not isinstance(part.get("text"), str):
+            raise UnsupportedRequestError(f"{field}[{index}]", "only text is supported here")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _History:
+    """Contents to messages. Calls and their responses belong together by id, and where harnesses
+    leave the ids out, by name and order; such calls get ids of ours."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._calls = 0
+        self._unanswered: dict[str, _Asked] = {}
+
+    def add(self, content: dict[str, Any], where: str) -> None:
+        parts = _listed(content.get("parts") or [], f"{where}.parts")
+        match content.get("role"):
+            case "model":
+                for answer, own in _answers(parts):
+                    self._add_answer(own, answer, where)
+            case None | "user" | "function":
+                self._add_user(parts, where)
+            case "system":
+                self._conversation.system(_text(parts, f"{where}.parts"))
+            case other:
+                raise UnsupportedRequestError(
+                    f"{where}.role", f"{other!r} is none of user, model, function, system"
+                )
+
+    def _add_answer(self, parts: list[dict[str, Any]], answer: str | None, where: str) -> None:
+        texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if "functionCall" in part:
+                calls.append(self._call(part["functionCall"], f"{where}.functionCall"))
+            elif "text" in part:
+                text = string(part["text"], f"{where}.text")
+                (reasoning if part.get("thought") else texts).append(text)
+            elif set(part) - {"thoughtSignature", "thought"}:
+                note(self._conversation.notes, f"model part {_kind(part)} ignored")
+        # Joined without anything between them: they are parts of one sampled text.
+        self._conversation.assistant("".join(texts), "".join(reasoning), calls, answer=answer)
+
+    def _call(self, value: Any, field: str) -> dict[str, Any]:
+        call = _fields(value, field)
+        call_id = string(call.get("id"), f"{field}.id")
+        has_id = bool(call_id)
+        if not has_id:
+            call_id = f"functionCall_{self._calls}"
+        self._calls += 1
+        called = string(call.get("name"), f"{field}.name")
+        self._unanswered[call_id] = _Asked(called, has_id)
+        return shared.tool_call(call_id, called, _spell_arguments(call.get("args")))
+
+    def _add_user(self, parts: list[dict[str, Any]], where: str) -> None:
+        """Tool results first, as the template needs them right behind their calls, then the rest.
+
+        What is no text and follows a result directly is part of it: that is how this API brings
+        images that a tool returns. A reminder stays with the last result: as a user message it
+        would be the template's latest question, and drop the reasoning before it.
+        """
+        notes = self._conversation.notes
+        results: list[_Result] = []
+        rest: list[dict[str, Any]] = []
+        for index, part in enumerate(parts):
+            field = f"{where}.parts[{index}]"
+            if "functionResponse" in part:
+                if rest:
+                    note(notes, "text before tool results sent behind them")
+                results.append(_result(part["functionResponse"], f"{field}.functionResponse"))
+            else:
+                own = results[-1].parts if results and not rest and "text" not in part else rest
+                own.append(_part(part, field, notes))
+        for result in results:
+            content = shared.fold_parts(result.parts)
+            self._conversation.tool(
+                self._answered(result), shared.as_error(content) if result.failed else content
+            )
+        if results and not rest:
+            return
+        if results and all(p["type"] == "text" and shared.is_reminder(p["text"]) for p in rest):
+            for part in rest:
+                self._conversation.remind(part["text"])
+            return
+        self._conversation.user(shared.fold_parts(rest))
+
+    def _answered(self, result: "_Result") -> str:
+        """The id of the call that this is the result of."""
+        if result.call_id in self._unanswered:
+            del self._unanswered[result.call_id]
+            return result.call_id
+        for call_id, asked in self._unanswered.items():
+            # An id that no call has can only belong to a call that was sent without.
+            may_be = not (result.call_id and asked.has_id)
+            if may_be and result.name in ("", asked.name):
+                del self._unanswered[call_id]
+                return call_id
+        return result.call_id or result.name
+
+
+class _Asked(NamedTuple):
+    """A call that waits for its result."""
+
+    name: str
+    has_id: bool
+
+
+class _Result(NamedTuple):
+    """A function's response; `call_id` and `name` may be empty."""
+
+    call_id: str
+    name: str
+    failed: bool
+    parts: list[dict[str, Any]]
+
+
+def _result(value: Any, field: str) -> _Result:
+    given = _fields(value, field)
+    called = string(given.get("name"), f"{field}.name")
+    response = mapping(given.get("response"), f"{field}.response")
+    parts = [
+        _media(part, f"{field}.parts[{index}]")
+        for index, part in enumerate(_listed(given.get("parts") or [], f"{field}.parts"))
+    ]
+    return _Result(
+        call_id=string(given.get("id"), f"{field}.id"),
+        name=called,
+        failed=_is_error(response),
+        parts=[shared.text_part(_result_text(response, called)), *parts],
+    )
+
+
+def _is_error(response: dict[str, Any]) -> bool:
+    return len(response) == 1 and isinstance(response.get("error"), str)
+
+
+def _result_text(response: dict[str, Any], called: str) -> str:
+    """The text that a response holds under one of the usual names; any other object as JSON."""
+    match [(key, value) for key, value in response.items() if (key, value) != ("name", called)]:
+        case []:
+            return ""
+        case [("output" | "result" | "error" | "content", str(text))]:
+            return text
+    return shared.compact_json(response)
+
+
+def _answers(
+    parts: list[dict[str, Any]],
+) -> list[tuple[str | None, list[dict[str, Any]]]]:
+    """A model's parts by the answer that their signatures name: a harness joins contents that
+    follow each other. A part without a signature of ours belongs to the answer before it."""
+    current: str | None = None
+    answers: list[tuple[str | None, list[dict[str, Any]]]] = [(None, [])]
+    for part in parts:
+        named = _completion_of(part.get("thoughtSignature"))
+        if named is not None and named != current:
+            if current is None:
+                answers[-1] = (named, answers[-1][1])
+            else:
+                answers.append((named, []))
+            current = named
+        answers[-1][1].append(part)
+    return answers
+
+
+_OURS = re.compile(rb"msg_[0-9a-f]{12}")
+
+
+def _signature(completion_id: str) -> str:
+    """What this API's clients keep with a part and send back: bytes, as base64."""
+    return base64.b64encode(completion_id.encode()).decode()
+
+
+def _completion_of(signature: Any) -> str | None:
+    """The completion that a signature names; None for another's, and for the placeholders that
+    harnesses put where they have none."""
+    if not isinstance(signature, str) or len(signature) > 64:
+        return None
+    try:
+        named = base64.b64decode(signature, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return named.decode() if _OURS.fullmatch(named) else None
+
+
+def _kind(part: dict[str, Any]) -> str:
+    return "+".join(itertools.islice(part, 3)) or "without content"
+
+
+def _part(part: dict[str, Any], field: str, notes: list[str]) -> dict[str, Any]:
+    if "text" in part:
+        return shared.text_part(string(part["text"], f"{field}.text"))
+    if "inlineData" in part or "fileData" in part:
+        return _media(part, field)
+    note(notes, f"part {_kind(part)} sent as JSON text")
+    return shared.text_part(shared.compact_json(part))
+
+
+def _media(part: dict[str, Any], field: str) -> dict[str, Any]:
+    data = _fields(part.get("inlineData"), f"{field}.inlineData")
+    file = _fields(part.get("fileData"), f"{field}.fileData")
+    media_type = string(data.get("mimeType") or file.get("mimeType"), f"{field}.mimeType")
+    match data.get("data"), file.get("fileUri"):
+        case str(encoded), None:
+            if media_type.startswith("image/"):
+                return shared.image_part(f"data:{media_type};base64,{encoded}")
+            if media_type.startswith("text/") or media_type == "application/json":
+                return shared.text_part(_document_text(encoded, f"{field}.inlineData.data"))
+        case None, str(url):
+            if media_type.startswith("image/") and url.startswith(("https://", "http://")):
+                return shared.image_part(url)
+    raise UnsupportedRequestError(
+        field, f"only images and documents of plain text are supported, not {media_type!r}"
+    )
+
+
+def _document_text(encoded: str, field: str) -> str:
+    try:
+        return base64.b64decode(encoded).decode()
+    except ValueError as error:
+        raise UnsupportedRequestError(field, "must be text in UTF-8, as base64") from error
+
+
+_UNPARSED = "__unparsedToolInput"
+
+
+def _spell_arguments(value: Any) -> str:
+    """A call's arguments as text, undoing how `answer` had to wrap what is no JSON object."""
+    wrapped = value.get(_UNPARSED) if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(wrapped, dict) and isinstance(wrapped.get("raw"), str):
+        return str(wrapped["raw"])
+    return shared.compact_json({} if value is None else value)
+
+
+def _parse_arguments(arguments: str) -> dict[str, Any]:
+    """This API's arguments are objects; anything else is wrapped, so that the tool refuses it and
+    the model hears of it."""
+    try:
+        value = msgspec.json.decode(arguments) if arguments.strip() else {}
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {_UNPARSED: {"raw": arguments}}
+
+
+def _tools(tools: Any, notes: list[str]) -> list[dict[str, Any]] | None:
+    kept = []
+    for index, tool in enumerate(_listed(tools or [], "tools")):
+        for kind, value in tool.items():
+            if kind != "functionDeclarations":
+                note(notes, f"tool {kind} ignored")
+                continue
+            field = f"tools[{index}].functionDeclarations"
+            kept += [_function(each, field) for each in _listed(value or [], field)]
+    return kept or None
+
+
+def _function(declared: dict[str, Any], field: str) -> dict[str, Any]:
+    parameters = declared.get("parametersJsonSchema")
+    if parameters is None and declared.get("parameters") is not None:
+        parameters = _json_schema(declared["parameters"])
+    return shared.function_tool(
+        string(declared.get("name"), f"{field}.name"),
+        string(declared.get("description"), f"{field}.description"),
+        parameters,
+    )
+
+
+_COUNTS = frozenset(
+    ["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"]
+)
+
+
+def _json_schema(schema: Any) -> Any:
+    """This API's own kind of schema as JSON schema: types in upper case, `nullable`, counts as
+    strings. A JSON schema stays as it is."""
+    if isinstance(schema, list):
+        return [_json_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    converted: dict[str, Any] = {}
+    for field, value in schema.items():
+        match _camel(field), value:
+            case "type", str():
+                if value != "TYPE_UNSPECIFIED":
+                    converted["type"] = value.lower()
+            case "properties", dict():
+                converted["properties"] = {key: _json_schema(each) for key, each in value.items()}
+            case ("items" | "anyOf" | "additionalProperties") as key, _:
+                converted[key] = _json_schema(value)
+            case key, str() if key in _COUNTS and value.isdecimal():
+                converted[key] = int(value)
+            case (("nullable" | "propertyOrdering"), _):
+                pass
+            case key, _:
+                converted[key] = value
+    return _nullable(converted) if schema.get("nullable") is True else converted
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    nullable = dict(schema)
+    if isinstance(schema.get("type"), str):
+        nullable["type"] = [schema["type"], "null"]
+    if isinstance(schema.get("anyOf"), list):
+        nullable["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    if isinstance(schema.get("enum"), list):
+        nullable["enum"] = [*schema["enum"], None]
+    return nullable
+
+
+def _tool_choice(
+    config: Any, tools: list[dict[str, Any]] | None, notes: list[str]
+) -> tuple[list[dict[str, Any]] | None, Any]:
+    """The tools that may be called, and whether one must be."""
+    given = _fields(
+        _fields(config, "toolConfig").get("functionCallingConfig"),
+        "toolConfig.functionCallingConfig",
+    )
+    mode = given.get("mode")
+    if mode in (None, "MODE_UNSPECIFIED"):
+        return tools, None
+    if tools is None:
+        if mode in ("ANY", "VALIDATED"):
+            note(notes, "toolConfig without tools ignored")
+        return None, None
+    match mode:
+        case "AUTO" | "VALIDATED":
+            choice = "auto"
+        case "ANY":
+            choice = "required"
+        case "NONE":
+            return tools, "none"
+        case _:
+            raise UnsupportedRequestError(
+                "toolConfig.functionCallingConfig.mode",
+                f"{mode!r} is none of AUTO, ANY, NONE, VALIDATED",
+            )
+    allowed = given.get("allowedFunctionNames")
+    if not allowed or mode == "AUTO":
+        return tools, choice
+    if mode == "ANY" and len(allowed) == 1:
+        return tools, {"type": "function", "function": {"name": allowed[0]}}
+    return [tool for tool in tools if tool["function"]["name"] in allowed] or None, choice
+
+
+def answer(request: ModelRequest, turn: Turn) -> bytes:
+    signature = _signature(turn.completion_id)
+    blocks = turn.blocks
+    if turn.finish_reason == "length" and blocks and isinstance(blocks[-1], Call):
+        # Arguments are objects in this API, and this call has only part of its.
+        blocks = blocks[:-1]
+    parts = [
+        _answer_part(block, signature)
+        for block in blocks
+        if request.include_reasoning or not isinstance(block, Reasoning)
+    ]
+    candidate = {
+        "content": {"parts": parts or [{"text": ""}], "role": "model"},
+        "finishReason": _finish_reason(turn),
+        "index": 0,
+    }
+    return json_bytes(
+        {
+            "candidates": [candidate],
+            "usageMetadata": _usage(turn.usage),
+            "modelVersion": request.model,
+            "responseId": turn.completion_id,
+        }
+    )
+
+
+def _answer_part(block: Block, signature: str) -> dict[str, Any]:
+    match block:
+        case Reasoning(text=text):
+            return {"text": text, "thought": True, "thoughtSignature": signature}
+        case Text(text=text):
+            return {"text": text, "thoughtSignature": signature}
+        case Call():
+            call = {
+                "id": block.id,
+                "name": block.name,
+                "args": _parse_arguments(block.arguments),
+            }
+            return {"functionCall": call, "thoughtSignature": signature}
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "MAX_TOKENS" if turn.finish_reason == "length" else "STOP"
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """This API counts thoughts beside the rest of the answer."""
+    counts = {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.reasoning_tokens:
+        counts["thoughtsTokenCount"] = usage.reasoning_tokens
+    if usage.cached_tokens:
+        counts["cachedContentTokenCount"] = usage.cached_tokens
+    return counts
+
+
+_PART = b'{"candidates":[{"content":{"parts":[%b],"role":"model"},"index":0}],%b}'
+_NO_TEXT = b'{"text":""}'
+
+
+class _Streamer:
+    """The first part of each block names the answer: harnesses that join the pieces of a text keep
+    only what the first of them says beside it."""
+
+    def __init__(self, request: ModelRequest, completion_id: str) -> None:
+        self._include_reasoning = request.include_reasoning
+        self._sse = request.framing == "sse"
+        self.content_type = EVENT_STREAM if self._sse else "application/json; charset=utf-8"
+        self._separator = b""
+        self._signature = _signature(completion_id)
+        self._tail = b'"modelVersion":%b,"responseId":%b' % (
+            json_bytes(request.model),
+            json_bytes(completion_id),
+        )
+        self._block = BlockStart(kind="text")
+        self._begun = False
+        self._arguments: list[str] = []
+
+    def _framed(self, payload: bytes) -> bytes:
+        if self._sse:
+            return b"data: %b\n\n" % payload
+        separator, self._separator = self._separator, b",\n"
+        return separator + payload
+
+    def _part(self, part: bytes) -> bytes:
+        return self._framed(_PART % (part, self._tail))
+
+    def open(self, prompt_tokens: int) -> bytes:
+        return b"" if self._sse else b"["
+
+    def event(self, event: TurnEvent) -> bytes:
+        match event:
+            case BlockDelta(text=text):
+                return self._delta(text)
+            case BlockStart():
+                self._block = event
+                self._begun = False
+                self._arguments.clear()
+                return b""
+            case BlockEnd(cut=cut):
+                return b"" if cut or self._block.kind != "call" else self._call()
+            case TurnEnd(turn=turn):
+                return self._end(turn)
+
+    def _delta(self, text: str) -> bytes:
+        kind = self._block.kind
+        if kind == "call":
+            self._arguments.append(text)
+            return b""
+        if kind == "reasoning" and not self._include_reasoning:
+            return b""
+        thought = b',"thought":true' if kind == "reasoning" else b""
+        signature = b""
+        if not self._begun:
+            self._begun = True
+            signature = b',"thoughtSignature":"%b"' % self._signature.encode()
+        return self._part(b'{"text":%b%b%b}' % (json_bytes(text), thought, signature))
+
+    def _call(self) -> bytes:
+        """A call comes whole: its arguments are an object."""
+        call = Call(id=self._block.id, name=self._block.name, arguments="".join(self._arguments))
+        return self._part(json_bytes(_answer_part(call, self._signature)))
+
+    def _end(self, turn: Turn) -> bytes:
+        candidate = {
+            "content": {"parts": [{"text": ""}], "role": "model"},
+            "finishReason": _finish_reason(turn),
+            "index": 0,
+        }
+        payload = b'{"candidates":[%b],"usageMetadata":%b,%b}' % (
+            json_bytes(candidate),
+            json_bytes(_usage(turn.usage)),
+            self._tail,
+        )
+        return self._framed(payload) + self._close()
+
+    def _close(self) -> bytes:
+        return b"" if self._sse else b"]"
+
+    def keep_alive(self) -> bytes:
+        """An empty text. A comment would do for other harnesses, but breaks Gemini CLI."""
+        return self._part(_NO_TEXT)
+
+    def error(self, error: ErrorKind) -> bytes:
+        return self._framed(error_body(error)) + self._close()
+
+
+def streamer(request: ModelRequest, completion_id: str, created: int) -> _Streamer:
+    return _Streamer(request, completion_id)
+
+
+_STATUSES = {
+    "invalid_request": "INVALID_ARGUMENT",
+    "authentication": "UNAUTHENTICATED",
+    "not_found": "NOT_FOUND",
+    "too_large": "INVALID_ARGUMENT",
+    "context_overflow": "INVALID_ARGUMENT",
+    "rate_limit": "RESOURCE_EXHAUSTED",
+    "overloaded": "UNAVAILABLE",
+    "session_closed": "FAILED_PRECONDITION",
+    "internal": "INTERNAL",
+}
+
+_OVERFLOW = "The input token count exceeds the maximum number of tokens allowed"
+
+
+def error_status(error: ErrorKind) -> int:
+    return 503 if error.code == "overloaded" else error.status
+
+
+def error_body(error: ErrorKind) -> bytes:
+    message = error.message
+    if error.code == "context_overflow" and "exceeds the maximum" not in message:
+        # The words by which harnesses that speak this API know an overflow.
+        message = f"{_OVERFLOW}: {message}"
+    payload: dict[str, Any] = {
+        "code": error_status(error),
+        "message": message,
+        "status": _STATUSES[error.code],
+    }
+    if error.retry_after is not None:
+        retry = "type.googleapis.com/google.rpc.RetryInfo"
+        payload["details"] = [{"@type": retry, "retryDelay": f"{error.retry_after}s"}]
+    return json_bytes({"error": payload})
+
+
+def _model(model: str) -> dict[str, Any]:
+    return {
+        "name": f"models/{model}",
+        "version": "1",
+        "displayName": model,
+        "supportedGenerationMethods": ["generateContent", "countTokens"],
+    }
+
+
+def model_body(model: str) -> bytes:
+    return json_bytes(_model(model))
+
+
+def models_body(models: list[str]) -> bytes:
+    return json_bytes({"models": [_model(model) for model in models]})
+
+
+def count_body(tokens: int) -> bytes:
+    return json_bytes({"totalTokens": tokens})
