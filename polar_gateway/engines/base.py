@@ -36,6 +36,8 @@ class EngineReply(msgspec.Struct, kw_only=True):
     usage: Usage
     model: str = ""
     findings: list[str] = []
+    notes: list[str] = []
+    """What was changed so that the engine would take the request, one short phrase each."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -91,6 +93,8 @@ class EngineProbe(msgspec.Struct, kw_only=True):
     end_of_turn_ids: list[int] = []
     problems: list[str] = []
     """Sentences; training cannot do without what they name."""
+    notes: list[str] = []
+    """Sentences; what they name costs something, and how the gateway does without it."""
 
 
 class Generation(Protocol):
@@ -160,7 +164,8 @@ class Engine(Protocol):
         ...
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """How many tokens the request's prompt has, as the engine would render it."""
+        """How many tokens the request's prompt has, as the engine would render it. Nothing of it
+        is recorded."""
         ...
 
     async def aclose(self) -> None: ...

@@ -5,10 +5,10 @@ stop token is among them. Only what is read is decoded. `include_reasoning` is n
 removes ids and log probabilities from the answer.
 """
 
+import logging
 import math
-import re
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -28,11 +28,46 @@ from polar_gateway.dialects.turn import (
     TurnEvent,
     Usage,
 )
-from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
+from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply, EngineStream
 from polar_gateway.engines.id_cache import IdCache
+from polar_gateway.engines.refusals import (
+    aborted,
+    broke_off,
+    error_of,
+    is_uncounted,
+    overflow,
+    room_of,
+    unreachable,
+    unreadable,
+)
+from polar_gateway.engines.whole import WholeAsStream
+
+logger = logging.getLogger(__name__)
 
 MISSING_LOGPROB = -9999.0
 """How vLLM writes minus infinity."""
+NOT_A_TURN = frozenset({"abort", "error"})
+"""Finish reasons of answers that the engine gave up."""
+LOST_IN_STREAMS = frozenset(
+    {
+        "prompt_ids_missing",
+        "ids_missing",
+        "ids_usage_mismatch",
+        "logprobs_missing",
+        "logprobs_misaligned",
+    }
+)
+"""Findings of streamed answers that whole answers of the same engine need not have."""
+PROBE_TOKENS = 8
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "description": "Say a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+"""What parsers do to a stream they do only where tools are offered."""
 
 _T = TypeVar("_T")
 
@@ -143,20 +178,54 @@ class Vllm:
         self._cache = IdCache()
         self._renders = False
         """Whether the server renders chat requests for whoever asks; the probe finds out."""
+        self.stream_ids = True
+        """Whether streams are asked for: not where they lack what whole answers have."""
+        self._whole_ids = False
+        """Whether a whole answer came with all of its token data."""
 
     async def complete(
         self, request: ModelRequest, request_id: str, after: str | None = None
     ) -> EngineReply:
-        body = await self._body(request, stream=False)
-        answer = await self._post("/v1/chat/completions", body, _answers, request_id)
-        return read_answer(answer, PromptReader(self._cache, request_id, after))
+        prompt = PromptReader(self._cache, request_id, after)
+        try:
+            return await self._complete(request, request_id, prompt)
+        except EngineError as error:
+            fitting = await self._fitted(request, error)
+        reply = await self._complete(fitting, request_id, prompt)
+        reply.notes = [_less_output(request, fitting)]
+        return reply
 
     async def stream(
         self, request: ModelRequest, request_id: str, after: str | None = None
+    ) -> EngineStream:
+        """Asks for a whole answer where streams are known to lack ids."""
+        if not self.stream_ids:
+            return WholeAsStream(await self.complete(request, request_id, after))
+        prompt = PromptReader(self._cache, request_id, after)
+        try:
+            return await self._stream(request, request_id, prompt)
+        except EngineError as error:
+            fitting = await self._fitted(request, error)
+        stream = await self._stream(fitting, request_id, prompt)
+        stream.notes = [_less_output(request, fitting)]
+        return stream
+
+    async def _complete(
+        self, request: ModelRequest, request_id: str, prompt: "PromptReader"
+    ) -> EngineReply:
+        body = await self._body(request, stream=False)
+        answer = await self._post("/v1/chat/completions", body, _answers, request_id)
+        reply = read_answer(answer, prompt)
+        if not reply.findings:
+            self._whole_ids = True
+        return reply
+
+    async def _stream(
+        self, request: ModelRequest, request_id: str, prompt: "PromptReader"
     ) -> "VllmStream":
         body = await self._body(request, stream=True)
         response = await self._open("/v1/chat/completions", body, request_id)
-        stream = VllmStream(response, PromptReader(self._cache, request_id, after))
+        stream = VllmStream(response, prompt, self._check_stream)
         try:
             await stream.begin()
         except BaseException:
@@ -164,16 +233,67 @@ class Vllm:
             raise
         return stream
 
+    async def _fitted(self, request: ModelRequest, error: EngineError) -> ModelRequest:
+        """The request with as much output as there is room for, if asking for more was all that
+        the engine refused. Raises the error otherwise."""
+        room = room_of(error.kind.message)
+        if room is None or request.max_tokens is None:
+            if is_uncounted(error):
+                raise await self._counted(request, error) from error
+            raise error
+        prompt = room.prompt
+        if prompt is None:
+            prompt = await self.count_tokens(request)
+        if prompt >= room.limit:
+            raise overflow(error, prompt) from error
+        return msgspec.structs.replace(request, max_tokens=room.limit - prompt)
+
+    async def _counted(self, request: ModelRequest, error: EngineError) -> EngineError:
+        """An overflow with the number of tokens that there are: agents drop as many as are too
+        many, and with a number that only exceeds the limit by one that would be too few."""
+        try:
+            prompt = len(await self._tokenize(request, add_generation_prompt=True))
+        except EngineError:
+            return error
+        return overflow(error, prompt)
+
+    def _check_stream(self, findings: list[str]) -> None:
+        """Ask for no more streams once one lacked what whole answers have."""
+        lost = sorted(LOST_IN_STREAMS.intersection(findings))
+        if lost and self._whole_ids and self.stream_ids:
+            self.stream_ids = False
+            logger.warning(
+                "the engine at %s loses token data in streams (%s): its answers are asked for "
+                "whole from now on",
+                self.base_url,
+                ", ".join(lost),
+            )
+
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Exact where the server renders chat requests, else what /tokenize makes of it."""
-        if self._renders:
-            try:
+        """Exact: as the server renders the request where it tells, else as it counts the prompt of
+        an answer of one token. What is too long to be asked is counted by /tokenize, which renders
+        neither tools nor earlier reasoning quite as a call would."""
+        try:
+            if self._renders:
                 return len(await self._render(request))
-            except EngineError as error:
-                # What is too long for the model cannot be asked, but it can be counted.
-                if error.kind.code != "context_overflow":
-                    raise
+            return await self._prompt_tokens(request)
+        except EngineError as error:
+            if error.kind.code != "context_overflow":
+                raise
         return len(await self._tokenize(request, add_generation_prompt=True))
+
+    async def _prompt_tokens(self, request: ModelRequest) -> int:
+        """The length of the prompt, by asking for one token."""
+        short = ModelRequest(
+            model=request.model,
+            messages=request.messages,
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            template_kwargs=request.template_kwargs,
+            max_tokens=1,
+        )
+        reply = await self._complete(short, "", PromptReader(IdCache(), "", None))
+        return reply.usage.prompt_tokens
 
     async def probe(self) -> EngineProbe:
         """Ask what the server is and whether it says ids; problems come back as sentences.
@@ -208,16 +328,53 @@ class Vllm:
 
     async def _probe_tokens(self, found: EngineProbe) -> None:
         said: dict[str, Any] = {"role": "user", "content": "Say yes."}
-        request = ModelRequest(model=self.model, messages=[said], max_tokens=1)
-        reply = await self.complete(request, "polar-probe")
+        request = ModelRequest(
+            model=self.model, messages=[said], tools=[PROBE_TOOL], max_tokens=PROBE_TOKENS
+        )
+        try:
+            reply = await self.complete(request, "polar-probe")
+        except EngineError as error:
+            if error.kind.code != "invalid_request":
+                raise
+            found.notes.append(f"it refuses calls that offer tools: {error}")
+            request = msgspec.structs.replace(request, tools=None)
+            reply = await self.complete(request, "polar-probe")
         found.token_ids = not {"ids_missing", "prompt_ids_missing"} & set(reply.findings)
         if reply.findings:
             found.problems.append(
-                f"a one-token answer of {self.model!r} came without trustworthy tokens "
+                f"a short answer of {self.model!r} came without trustworthy tokens "
                 f"({', '.join(reply.findings)}); vLLM 0.10 or newer is needed"
             )
+        else:
+            await self._probe_stream(found, request, reply)
         self._renders = await self._can_render(request, reply)
         found.end_of_turn_ids = await self._end_of_turn(said)
+
+    async def _probe_stream(
+        self, found: EngineProbe, request: ModelRequest, whole: EngineReply
+    ) -> None:
+        """Whether a streamed answer has what the whole one had."""
+        try:
+            stream = await self._stream(
+                request, "polar-probe-stream", PromptReader(IdCache(), "", None)
+            )
+            try:
+                async for _ in stream:
+                    pass
+            finally:
+                await stream.aclose()
+        except EngineError as error:
+            if error.again:
+                raise
+            lost = str(error)
+        else:
+            streamed = stream.reply
+            lost = ", ".join(streamed.findings)
+            if not lost and streamed.prompt_ids != whole.prompt_ids:
+                lost = "the prompt's ids are others than those of a whole answer"
+        found.stream_ids = self.stream_ids = not lost
+        if lost:
+            found.notes.append(f"streamed answers are asked for whole, since streams fail: {lost}")
 
     async def _can_render(self, request: ModelRequest, reply: EngineReply) -> bool:
         """Whether the server tells a prompt's ids without sampling, and tells them right."""
@@ -282,7 +439,7 @@ class Vllm:
             async with self._session().get(self.base_url + path, headers=self._headers) as response:
                 data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
+            raise unreachable(error) from error
         if response.status != 200:
             raise error_of(response.status, data)
         return _decoded(decoder, data)
@@ -294,7 +451,7 @@ class Vllm:
         try:
             data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
+            raise unreachable(error) from error
         finally:
             response.release()
         return _decoded(decoder, data)
@@ -317,7 +474,7 @@ class Vllm:
             async with response:
                 data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
+            raise unreachable(error) from error
         raise error_of(response.status, data, response.headers.get("retry-after", ""))
 
     def _session(self) -> aiohttp.ClientSession:
@@ -343,12 +500,21 @@ class Vllm:
 class VllmStream:
     """One streamed generation; see `EngineStream`."""
 
-    def __init__(self, response: aiohttp.ClientResponse, prompt: "PromptReader") -> None:
+    def __init__(
+        self,
+        response: aiohttp.ClientResponse,
+        prompt: "PromptReader",
+        check: Callable[[list[str]], None],
+    ) -> None:
+        self.notes: list[str] = []
         self._response = response
+        self._check = check
+        """Told the findings of the whole."""
         self._rest = b""
         self._first: list[TurnEvent] = []
         self._assembly = Assembly(prompt)
         self._ended = False
+        self._handed_on = 0
 
     async def begin(self) -> None:
         """Wait for the first event of the generation."""
@@ -359,21 +525,21 @@ class VllmStream:
         return self
 
     async def __anext__(self) -> list[TurnEvent]:
-        if self._first:
-            first, self._first = self._first, []
-            return first
-        while not self._ended:
-            if events := await self._read():
-                return events
-        raise StopAsyncIteration
+        events, self._first = self._first, []
+        while not events and not self._ended:
+            events = await self._read()
+        self._handed_on = self._assembly.told_tokens
+        if not events:
+            raise StopAsyncIteration
+        return events
 
     async def _read(self) -> list[TurnEvent]:
         try:
             data = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
+            raise unreachable(error) from error
         if not data:
-            raise _broke_off("the connection ended in the middle of an answer")
+            raise broke_off("the connection ended in the middle of an answer")
         *lines, self._rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         events: list[TurnEvent] = []
         for line in lines:
@@ -383,6 +549,7 @@ class VllmStream:
             if payload == b"[DONE]":
                 self._ended = True
                 events += self._assembly.finish()
+                self._check(self._assembly.reply().findings)
                 break
             events += self._assembly.add(_decoded(_answers, payload))
         return events
@@ -397,14 +564,16 @@ class VllmStream:
 
     @property
     def sampled_tokens(self) -> int:
-        return self._assembly.sampled_tokens
+        return self._handed_on
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
         return self._assembly.unseen()
 
     @property
     def reply(self) -> EngineReply:
-        return self._assembly.reply()
+        reply = self._assembly.reply()
+        reply.notes = self.notes
+        return reply
 
     async def aclose(self) -> None:
         if self._ended:
@@ -437,7 +606,7 @@ class PromptReader:
             try:
                 self.ids = self._cache.decode(text, self._after)
             except msgspec.DecodeError as error:
-                raise _unreadable(error, text) from error
+                raise unreadable(error, text) from error
             self._text = text
 
     def remember(self, sampled: Ids) -> None:
@@ -457,12 +626,17 @@ class Assembly:
         self._seen = 0
         self._model = ""
         self._usage: _Usage | None = None
+        self._finished = False
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._blocks: list[Block] = []
         self._parts: list[str] = []
         self._call: int | None = None
         """Index of the open tool call."""
+        self._reasoning_tokens = 0
+        self._reply: EngineReply | None = None
+        self.told_tokens = 0
+        """How many tokens had come when the latest event was made of them."""
 
     def add(self, chunk: _Answer) -> list[TurnEvent]:
         if chunk.error:
@@ -482,6 +656,7 @@ class Assembly:
                 self._logprobs += [entry.logprob for entry in choice.logprobs.content]
             delta = choice.delta
             if thought := delta.reasoning or delta.reasoning_content:
+                self._reasoning_tokens += len(choice.token_ids or ())
                 self._more(Reasoning, "reasoning", thought, events)
             if delta.content:
                 self._more(Text, "text", delta.content, events)
@@ -490,21 +665,21 @@ class Assembly:
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
                 self._stop_reason = choice.stop_reason
+        if events:
+            self.told_tokens = len(self._ids)
         return events
 
     def finish(self) -> list[TurnEvent]:
         """The stream is over: the last block ends. Raises when the answer is not a turn."""
         if self._finish_reason is None:
-            raise _broke_off("the stream ended without a finish reason")
-        if self._finish_reason == "abort":
-            raise _aborted()
+            raise broke_off("the stream ended without a finish reason")
+        if self._finish_reason in NOT_A_TURN:
+            raise aborted()
+        self._finished = True
         events: list[TurnEvent] = []
-        self._end_block(events)
+        self._end_block(events, cut=self._finish_reason == "length")
+        self.told_tokens = len(self._ids)
         return events
-
-    @property
-    def sampled_tokens(self) -> int:
-        return len(self._ids)
 
     def unseen(self) -> tuple[Ids, Floats]:
         since, self._seen = self._seen, len(self._ids)
@@ -513,6 +688,11 @@ class Assembly:
 
     def reply(self) -> EngineReply:
         """What there is so far; all of it once `finish` was called."""
+        if self._reply is None:
+            self._reply = self._made()
+        return self._reply
+
+    def _made(self) -> EngineReply:
         self._end_block([])
         tokens = checked_tokens(
             self.prompt.ids, self._ids if self._has_ids else None, self._logprobs, self._usage
@@ -523,9 +703,9 @@ class Assembly:
             sampled_ids=tokens.sampled_ids,
             logprobs=tokens.logprobs,
             blocks=self._blocks,
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-            usage=_usage(self._usage, tokens),
+            finish_reason=self._finish_reason if self._finished else None,
+            stop_reason=self._stop_reason if self._finished else None,
+            usage=_usage(self._usage, tokens, self._reasoning_tokens),
             model=self._model,
             findings=tokens.findings,
         )
@@ -544,7 +724,7 @@ class Assembly:
         if call.index != self._call:
             if not call.function.name:
                 # More of a call that text has ended: what was handed on of it cannot be taken back.
-                raise _broke_off(f"tool call {call.index} goes on after its end")
+                raise broke_off(f"tool call {call.index} goes on after its end")
             self._end_block(events)
             self._call = call.index
             block = Call(id=call.id or "", name=call.function.name or "", arguments="")
@@ -555,7 +735,7 @@ class Assembly:
             self._parts.append(call.function.arguments)
             events.append(BlockDelta(text=call.function.arguments))
 
-    def _end_block(self, events: list[TurnEvent]) -> None:
+    def _end_block(self, events: list[TurnEvent], *, cut: bool = False) -> None:
         if not self._parts:
             return
         block = self._blocks[-1]
@@ -565,7 +745,7 @@ class Assembly:
             block.text = "".join(self._parts)
         self._parts = []
         self._call = None
-        events.append(BlockEnd())
+        events.append(BlockEnd(cut=cut))
 
 
 def chat_body(request: ModelRequest, model: str, *, stream: bool) -> dict[str, Any]:
@@ -596,6 +776,10 @@ def chat_body(request: ModelRequest, model: str, *, stream: bool) -> dict[str, A
     return body
 
 
+def _less_output(asked: ModelRequest, sent: ModelRequest) -> str:
+    return f"max_tokens: {sent.max_tokens} instead of {asked.max_tokens}, which is the room left"
+
+
 def as_rendered(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as the chat endpoint hands it to the template; /tokenize hands it on as it comes."""
     given = tool["function"]
@@ -610,12 +794,12 @@ def read_answer(answer: _Answer, prompt: PromptReader) -> EngineReply:
     if answer.error:
         raise error_of(None, b'{"error":' + bytes(answer.error) + b"}")
     if not answer.choices:
-        raise _broke_off("the answer has no choices")
+        raise broke_off("the answer has no choices")
     choice = answer.choices[0]
-    if choice.finish_reason == "abort":
-        raise _aborted()
+    if choice.finish_reason in NOT_A_TURN:
+        raise aborted()
     if choice.finish_reason is None:
-        raise _broke_off("the answer has no finish reason")
+        raise broke_off("the answer has no finish reason")
     entries = choice.logprobs.content if choice.logprobs is not None else None
     prompt.read(answer.prompt_token_ids)
     tokens = checked_tokens(
@@ -632,7 +816,7 @@ def read_answer(answer: _Answer, prompt: PromptReader) -> EngineReply:
         blocks=_blocks(choice.message),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        usage=_usage(answer.usage, tokens),
+        usage=_usage(answer.usage, tokens, 0),
         model=answer.model,
         findings=tokens.findings,
     )
@@ -692,105 +876,29 @@ def checked_tokens(
     return Tokens(prompt, sampled, values, findings)
 
 
-def _usage(usage: _Usage | None, tokens: Tokens) -> Usage:
+def _usage(usage: _Usage | None, tokens: Tokens, reasoning_tokens: int) -> Usage:
+    """`reasoning_tokens` are those that came with reasoning, for engines that do not say it."""
     if usage is None:
         return Usage(
-            prompt_tokens=len(tokens.prompt_ids), completion_tokens=len(tokens.sampled_ids)
+            prompt_tokens=len(tokens.prompt_ids),
+            completion_tokens=len(tokens.sampled_ids),
+            reasoning_tokens=reasoning_tokens,
         )
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens or 0,
         cached_tokens=(prompt.cached_tokens if prompt else None) or 0,
-        reasoning_tokens=(completion.reasoning_tokens if completion else None) or 0,
+        reasoning_tokens=(
+            reasoning_tokens
+            if completion is None or completion.reasoning_tokens is None
+            else completion.reasoning_tokens
+        ),
     )
-
-
-_OVERFLOW = re.compile(r"maximum context length|longer than the maximum model length", re.I)
-_LIMIT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)", re.I)
-_ASKED = re.compile(r"(?:contains at least|contains|requested|has|length) (\d+)", re.I)
-
-
-def error_of(status: int | None, data: bytes, retry_after: str = "") -> EngineError:
-    """What an error answer of vLLM means to a harness.
-
-    `status` is None for an error that came inside a stream; it then says its code itself.
-    `retry_after` is the header of that name, of which only seconds are understood.
-    """
-    said, code = _said(data)
-    status = status or code or 500
-    detail = data[:2048].decode("utf-8", "replace")
-    if status == 400 and _OVERFLOW.search(said):
-        kind = ErrorKind(status=400, code="context_overflow", message=overflow_message(said))
-        return EngineError(kind, infra=False, detail=detail)
-    if status in (400, 413, 422):
-        return EngineError(
-            ErrorKind(status=400, code="invalid_request", message=said), infra=False, detail=detail
-        )
-    if status in (429, 503):
-        kind = ErrorKind(
-            status=503,
-            code="overloaded",
-            message="the engine is busy",
-            retry_after=int(retry_after) if retry_after.isdecimal() else None,
-        )
-        said = f"{kind.message}: {said}"
-        return EngineError(kind, infra=True, detail=detail, message=said, again=True)
-    kind = ErrorKind(status=500, code="internal", message="the engine failed")
-    said = f"the engine answered {status}: {said}"
-    return EngineError(kind, infra=True, detail=detail, message=said, again=status >= 500)
-
-
-def overflow_message(said: str) -> str:
-    """vLLM's sentence, with the numbers in front in the words that Claude Code compacts by; other
-    agents know the sentence itself."""
-    limit, asked = _LIMIT.search(said), _ASKED.search(said)
-    if limit is None or asked is None:
-        return said
-    return f"prompt is too long: {asked[1]} tokens > {limit[1]} maximum. {said}"
-
-
-def _said(data: bytes) -> tuple[str, int | None]:
-    """The message and code of an error body, which is an object, a string, or no JSON at all."""
-    try:
-        error = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return data[:300].decode("utf-8", "replace") or "nothing", None
-    if isinstance(error, dict):
-        error = error.get("error", error)
-    if not isinstance(error, dict):
-        return str(error), None
-    code = error.get("code")
-    return str(error.get("message", error)), code if isinstance(code, int) else None
-
-
-def _unreachable(error: Exception) -> EngineError:
-    said = str(error) or type(error).__name__
-    kind = ErrorKind(status=503, code="overloaded", message="the engine cannot be reached")
-    message = f"{kind.message}: {said}"
-    return EngineError(kind, infra=True, detail=said, message=message, again=True)
-
-
-def _broke_off(what: str) -> EngineError:
-    kind = ErrorKind(status=500, code="internal", message="the engine broke off")
-    return EngineError(kind, infra=True, message=f"{kind.message}: {what}", again=True)
-
-
-def _aborted() -> EngineError:
-    kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
-    return EngineError(kind, infra=True, again=True)
 
 
 def _decoded(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise _unreadable(error, data) from error
-
-
-def _unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:
-    kind = ErrorKind(status=500, code="internal", message="the engine's answer cannot be read")
-    detail = data[:2048].decode("utf-8", "replace")
-    return EngineError(
-        kind, infra=True, detail=detail, message=f"{kind.message}: {error}", again=True
-    )
+        raise unreadable(error, data) from error

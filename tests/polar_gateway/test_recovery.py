@@ -52,7 +52,7 @@ async def test_a_killed_gateway_reports_what_its_journal_holds(tmp_path: Path) -
             async with httpx2.AsyncClient(headers=headers) as http:
                 await http.post(f"{control}/sessions", json=document)
                 with anyio.fail_after(30):
-                    while len(engine.calls) < 3:  # the probe, and two turns
+                    while len(engine.calls) < 4:  # two of the probe, and two turns
                         await anyio.sleep(0.02)
                     await anyio.sleep(0.3)
             os.kill(process.pid, signal.SIGKILL)

@@ -18,7 +18,8 @@ from polar_gateway.dialects.turn import (
     TurnEvent,
 )
 from polar_gateway.engines.base import EngineError, EngineReply
-from polar_gateway.engines.vllm import Vllm, error_of
+from polar_gateway.engines.refusals import error_of
+from polar_gateway.engines.vllm import Vllm
 from polar_gateway.testing.engine import ScriptedEngine
 from polar_gateway.testing.serve import serve
 from tests.polar_gateway.engines.servers import PAUSE, Answers, recording, sse
@@ -323,36 +324,28 @@ async def test_an_answer_that_is_none_is_an_error_of_the_engine(said: bytes) -> 
 # ---- errors and retries ----
 
 
-async def test_overflow_is_said_with_its_numbers_in_words_that_agents_compact_by() -> None:
-    app = Answers.recorded("err_ctx_chat")
-    for ask in (completed, streamed):
-        with pytest.raises(EngineError) as raised:
-            await ask(app)
-        kind = raised.value.kind
-        assert (kind.status, kind.code) == (400, "context_overflow")
-        assert kind.message.startswith("prompt is too long: 131073 tokens > 131072 maximum. ")
-        assert "This model's maximum context length is 131072 tokens." in kind.message
-        assert not raised.value.infra
-    assert len(app.requests) == 2, "asking again would overflow again"
+TOO_LONG = (400, recording("err_ctx_chat")["response"])
 
 
 @pytest.mark.parametrize(
-    ("said", "numbers"),
-    [
-        (
-            "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
-            "5000 tokens > 4096 maximum",
-        ),
-        (
-            "The decoder prompt (length 9000) is longer than the maximum model length of 8192.",
-            "9000 tokens > 8192 maximum",
-        ),
-    ],
+    ("counted", "length"),
+    [((200, {"count": 200_000, "tokens": [1] * 200_000}), 200_000), ((500, {}), 131_073)],
+    ids=["a server that counts on", "a server that does not"],
 )
-def test_other_wordings_of_overflow_are_understood(said: str, numbers: str) -> None:
-    error = error_of(400, json.dumps({"error": {"message": said}}).encode())
-    assert error.kind.code == "context_overflow"
-    assert numbers in error.kind.message
+@pytest.mark.parametrize("ask", [completed, streamed])
+async def test_overflow_is_said_with_its_numbers_in_words_that_agents_compact_by(
+    ask: Callable[[Any], Awaitable[Any]], counted: tuple[int, Any], length: int
+) -> None:
+    app = Answers(TOO_LONG, counted)
+    with pytest.raises(EngineError) as raised:
+        await ask(app)
+    kind = raised.value.kind
+    assert (kind.status, kind.code) == (400, "context_overflow")
+    said = TOO_LONG[1]["error"]["message"]
+    assert kind.message == f"prompt is too long: {length} tokens > 131072 maximum. {said}"
+    assert not raised.value.infra
+    assert not raised.value.again
+    assert app.paths == ["/v1/chat/completions", "/tokenize"]
 
 
 async def test_other_refusals_are_the_requests_fault() -> None:
@@ -581,64 +574,83 @@ async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
     assert counted == len(reply.prompt_ids) == reply.usage.prompt_tokens
 
 
-def rendering(*rendered: tuple[int, Any], ids: list[int]) -> Answers:
-    """A vLLM through a probe, and then the answers to what is counted."""
-    reply = {
-        "prompt_token_ids": ids,
-        "choices": [
-            {
-                "message": {"content": "x"},
-                "finish_reason": "length",
-                "token_ids": [1],
-                "logprobs": {"content": [{"logprob": -1.0}]},
-            }
-        ],
-    }
-    tokenized = (200, {"count": 2, "tokens": [7, 8]})
+SHORT = {
+    "prompt_token_ids": [4, 5, 6],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+    "choices": [
+        {
+            "message": {"content": "x"},
+            "finish_reason": "length",
+            "token_ids": [1],
+            "logprobs": {"content": [{"logprob": -1.0}]},
+        }
+    ],
+}
+STREAMED = [
+    {"prompt_token_ids": [4, 5, 6], "choices": [{"delta": {"role": "assistant"}}]},
+    {"choices": [{**SHORT["choices"][0], "delta": {"content": "x"}}]},
+    {"choices": [], "usage": SHORT["usage"]},
+    "[DONE]",
+]
+TOKENIZED = (200, {"count": 2, "tokens": [7, 8]})
+
+
+def probed(
+    *later: Any, whole: Any = SHORT, streamed: Any = STREAMED, rendered: Any = (404, {})
+) -> Answers:
+    """A vLLM through a probe, and then the answers to what is asked of it."""
     return Answers(
         (200, {"version": "0.32"}),
         (200, {"data": [{"id": "tiny"}]}),
-        (200, reply),
-        (200, {"token_ids": [4, 5, 6]}),
-        tokenized,
-        tokenized,
-        *rendered,
+        whole if isinstance(whole, tuple) else (200, whole),
+        streamed if isinstance(streamed, tuple) else [sse(streamed)],
+        rendered,
+        TOKENIZED,
+        TOKENIZED,
+        *later,
     )
 
 
-TOO_LONG = (400, recording("err_ctx_chat")["response"])
+RENDERED = (200, {"token_ids": [4, 5, 6]})
 
 
 @pytest.mark.parametrize(
-    ("ids", "answers", "paths", "count"),
+    ("rendered", "answers", "paths", "count"),
     [
-        ([4, 5, 6], [(200, {"token_ids": [1, 2, 3, 4, 5]})], ["/v1/chat/completions/render"], 5),
-        (
-            [4, 5, 6],
-            [TOO_LONG, (200, {"count": 2, "tokens": [7, 8]})],
-            ["/v1/chat/completions/render", "/tokenize"],
-            2,
-        ),
-        ([4, 5, 9], [(200, {"count": 2, "tokens": [7, 8]})], ["/tokenize"], 2),
+        (RENDERED, [(200, {"token_ids": [1] * 5})], ["/v1/chat/completions/render"], 5),
+        (RENDERED, [TOO_LONG, TOKENIZED], ["/v1/chat/completions/render", "/tokenize"], 2),
+        ((403, {}), [(200, SHORT)], ["/v1/chat/completions"], 3),
+        ((403, {}), [TOO_LONG, TOKENIZED], ["/v1/chat/completions", "/tokenize"], 2),
+        ((200, {"token_ids": [4, 5, 9]}), [(200, SHORT)], ["/v1/chat/completions"], 3),
     ],
+    ids=["rendered", "too long to render", "asked", "too long to ask", "rendered otherwise"],
 )
-async def test_tokens_are_counted_by_the_chat_endpoints_own_rendering_where_that_is_offered(
-    ids: list[int], answers: list[Any], paths: list[str], count: int
+async def test_tokens_are_counted_by_the_chat_endpoint_itself_as_long_as_they_fit(
+    rendered: Any, answers: list[Any], paths: list[str], count: int
 ) -> None:
-    app = rendering(*answers, ids=ids)
-    asked = ModelRequest(model="m", messages=HI.messages, template_kwargs={"enable_thinking": True})
+    app = probed(*answers, rendered=rendered)
+    asked = ModelRequest(
+        model="m",
+        messages=HI.messages,
+        template_kwargs={"enable_thinking": True},
+        sampling={"min_tokens": 5},
+    )
     async with vllm_at(app) as engine:
         assert (await engine.probe()).problems == []
-        assert app.requests[3] == app.requests[2], "rendered is what was asked"
+        assert app.requests[4] == app.requests[2], "rendered is what was asked"
         before = len(app.paths)
         assert await engine.count_tokens(asked) == count
     assert app.paths[before:] == paths
-    assert app.requests[before]["chat_template_kwargs"] == {"enable_thinking": True}
+    first = app.requests[before]
+    assert first["chat_template_kwargs"] == {"enable_thinking": True}
+    if paths[0] == "/v1/chat/completions":
+        assert first["max_tokens"] == 1
+        assert "min_tokens" not in first
 
 
 async def test_what_cannot_be_rendered_for_another_reason_cannot_be_counted() -> None:
     refusal = (400, recording("err_empty_tools")["response"])
-    async with vllm_at(rendering(refusal, ids=[4, 5, 6])) as engine:
+    async with vllm_at(probed(refusal, rendered=RENDERED)) as engine:
         await engine.probe()
         try:
             await engine.count_tokens(HI)
