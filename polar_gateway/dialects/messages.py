@@ -5,10 +5,14 @@ prompt whose earlier part changes cannot be merged with the record of the turn b
 therefore never depends on the messages after it, except that text may be appended to the last one.
 """
 
+import base64
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
+
+import msgspec
 
 from polar_gateway.dialects.turn import Block, Call, Reasoning, Text, UnsupportedRequestError
 
@@ -16,9 +20,16 @@ Treatment = Literal["translated", "answered", "ignored", "noted"]
 """What becomes of a field: part of the request to the engine; part of the answer; dropped, because
 it cannot change what is sampled; dropped, and noted on the completion, because it might."""
 
-compact_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Tool arguments that arrive as an object, in the one spelling that they get here. The standard
-encoder, because it takes integers of any size."""
+_encode = msgspec.json.Encoder().encode
+_encode_any = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def compact_json(value: Any) -> str:
+    """Tool arguments that arrive as an object, in the one spelling that they get here."""
+    try:
+        return _encode(value).decode()
+    except OverflowError:  # an integer of more than 64 bits
+        return _encode_any(value)
 
 
 def screen(
@@ -60,9 +71,13 @@ def model_name(body: dict[str, Any]) -> str:
 
 def objects(value: Any, field: str) -> list[dict[str, Any]]:
     """`value` as a list of JSON objects; raises UnsupportedRequestError naming the field."""
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise UnsupportedRequestError(field, "must be a list of objects")
-    return value
+    if isinstance(value, list):
+        for item in value:
+            if not isinstance(item, dict):
+                break
+        else:
+            return value
+    raise UnsupportedRequestError(field, "must be a list of objects")
 
 
 def string(value: Any, field: str) -> str:
@@ -90,6 +105,15 @@ def count(value: Any, field: str) -> int | None:
     raise UnsupportedRequestError(field, "must be an integer")
 
 
+_COMPLETION = re.compile(r"msg_[0-9a-f]{12}")
+
+
+def completion_reference(value: Any) -> str | None:
+    """The completion that an opaque value of an answer (a signature) names; None for a value that
+    another provider made."""
+    return value if isinstance(value, str) and _COMPLETION.fullmatch(value) else None
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -100,6 +124,22 @@ def image_part(url: str, detail: Any = None) -> dict[str, Any]:
     if detail in ("auto", "low", "high"):
         image["detail"] = detail
     return {"type": "image_url", "image_url": image}
+
+
+def document_text(title: str, text: str) -> str:
+    return f"{title}\n{text}" if title else text
+
+
+def decoded_text(media_type: str, encoded: str, field: str) -> str:
+    """The text of a file that comes as base64; raises UnsupportedRequestError for other kinds."""
+    if not media_type.startswith("text/") and media_type != "application/json":
+        raise UnsupportedRequestError(
+            field, f"only files of plain text are supported, not {media_type!r}"
+        )
+    try:
+        return base64.b64decode(encoded).decode()
+    except ValueError as error:
+        raise UnsupportedRequestError(field, "must be text in UTF-8, as base64") from error
 
 
 def fold_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -147,6 +187,8 @@ def as_error(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         return content
     if isinstance(content, str):
         return f"Error: {content}"
+    if text:
+        return [text_part(f"Error: {text}"), *content[1:]]
     return [text_part("Error:"), *content]
 
 
@@ -163,14 +205,23 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def function_tool(name: str, description: str, parameters: Any) -> dict[str, Any]:
+def function_tool(
+    name: str, description: str, parameters: Any, *, strict: bool = False
+) -> dict[str, Any]:
     function: dict[str, Any] = {"name": name}
     if description:
         function["description"] = description
     function["parameters"] = (
         parameters if parameters is not None else {"type": "object", "properties": {}}
     )
+    if strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    """The response format that holds an answer to a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
 
 
 def assistant_message(text: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -211,7 +262,8 @@ class Conversation:
         """For the next user or tool message."""
         self._behind: list[str] = []
         """For the last message."""
-        self._unanswered: dict[str, None] = {}
+        self._unanswered: dict[str, int] = {}
+        """Calls without a result, in order; a harness may give two of them one id."""
         self._answers: dict[int, str] = {}
 
     def system(self, text: str) -> None:
@@ -251,8 +303,21 @@ class Conversation:
             note(self.notes, "tool result without its call sent as user text")
             self.user(with_prefix(f"[result of tool call {call_id}]", content))
             return
-        del self._unanswered[call_id]
+        if self._unanswered[call_id] > 1:
+            self._unanswered[call_id] -= 1
+        else:
+            del self._unanswered[call_id]
         self._append({"role": "tool", "tool_call_id": call_id, "content": self._reminded(content)})
+
+    def beside_results(self, parts: list[dict[str, Any]]) -> None:
+        """What a harness says behind tool results in one message with them. The reminders that it
+        begins with stay with the last result: as a user message they would be the template's latest
+        question, and drop the reasoning before it."""
+        for index, part in enumerate(parts):
+            if part["type"] != "text" or not is_reminder(part["text"]):
+                self.user(fold_parts(parts[index:]))
+                return
+            self.remind(part["text"])
 
     def assistant(
         self, text: str, reasoning: str, calls: list[dict[str, Any]], answer: str | None = None
@@ -263,7 +328,7 @@ class Conversation:
             self._answers[len(self._messages)] = answer
         self._append(assistant_message(text, reasoning, calls))
         for call in calls:
-            self._unanswered[call["id"]] = None
+            self._unanswered[call["id"]] = self._unanswered.get(call["id"], 0) + 1
 
     @property
     def answers(self) -> dict[int, str]:
