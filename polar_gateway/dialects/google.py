@@ -713,17 +713,16 @@ class _Streamer:
             json_bytes(_usage(turn.usage)),
             self._tail,
         )
-        return self._framed(payload) + self._close()
-
-    def _close(self) -> bytes:
-        return b"" if self._sse else b"]"
+        return self._framed(payload) + (b"" if self._sse else b"]")
 
     def keep_alive(self) -> bytes:
         """An empty text. A comment would do for other harnesses, but breaks Gemini CLI."""
         return self._part(_NO_TEXT)
 
     def error(self, error: ErrorKind) -> bytes:
-        return self._framed(error_body(error)) + self._close()
+        """No event: Google's SDKs look for a bare object, and take an event for a part without
+        content, after which Gemini CLI goes on with half an answer as if it were whole."""
+        return error_body(error) if self._sse else self._framed(error_body(error)) + b"]"
 
 
 def streamer(request: ModelRequest, completion_id: str, created: int) -> _Streamer:
