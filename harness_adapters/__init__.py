@@ -11,7 +11,10 @@ import msgspec
 from harness_adapters.base import AgentSpec, HarnessAdapter, LaunchContext
 from harness_adapters.claude_code import ClaudeCode
 from harness_adapters.codex import Codex
+from harness_adapters.gemini_cli import GeminiCli
+from harness_adapters.opencode import Opencode
 from harness_adapters.pi import Pi, PiOld
+from harness_adapters.qwen_code import QwenCode
 from harness_adapters.shell import Shell
 
 ADAPTERS: dict[str, HarnessAdapter] = {
@@ -19,6 +22,9 @@ ADAPTERS: dict[str, HarnessAdapter] = {
     "claude_code": ClaudeCode(),
     "pi": Pi(),
     "pi_old": PiOld(),
+    "gemini_cli": GeminiCli(),
+    "qwen_code": QwenCode(),
+    "opencode": Opencode(),
     "shell": Shell(),
 }
 

@@ -1,0 +1,141 @@
+"""Qwen Code (`qwen`), which is configured here to speak Chat Completions.
+
+What asks the model beside the task is off: the memory, skill and next-speaker checks after it. So
+is what would reach other runs on the machine: sessions that send each other messages.
+"""
+
+import json
+import shlex
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from harness_adapters import events, instruction
+from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
+
+TURN_LIMIT_STATUS = 53
+
+
+class QwenCodeSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the harness `qwen_code`."""
+
+    exclude_tools: list[str] = []
+    """Built-in tools that are not offered to the model."""
+    max_turns: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Stop after so many turns; None: no limit."""
+    reasoning_effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Sent as `reasoning_effort`; None sends none."""
+    append_system_prompt: str | None = None
+    """Text added to the end of the system prompt."""
+
+
+class QwenCode:
+    """Adapter for `qwen --output-format stream-json`; the pack brings a Node of its own."""
+
+    name: ClassVar[str] = "qwen_code"
+    pack: ClassVar[str | None] = "qwen_code"
+    Settings: ClassVar[type[msgspec.Struct]] = QwenCodeSettings
+
+    def plan(self, agent: AgentSpec, context: LaunchContext) -> LaunchPlan:
+        settings = msgspec.convert(agent.settings, QwenCodeSettings)
+        config_dir = f"{context.home_dir}/.qwen"
+        words = [
+            f"{context.pack_dir}/bin/qwen" if context.pack_dir else "qwen",
+            "--auth-type",
+            "openai",
+            "--yolo",
+            "--output-format",
+            "stream-json",
+        ]
+        if settings.append_system_prompt is not None:
+            words += ["--append-system-prompt", settings.append_system_prompt]
+        command = shlex.join(words)
+        files = {
+            f"{config_dir}/settings.json": json.dumps(
+                _cli_settings(settings, agent.mcp_servers, context), indent=1
+            )
+        }
+        if instruction.wants_command(context.instruction):
+            # Without the mark it would be offered to the model as one of its skills.
+            path = f"{config_dir}/commands/{instruction.COMMAND}.md"
+            files[path] = f"---\ndisable-model-invocation: true\n---\n{context.instruction}"
+            command = instruction.as_command(command)
+        else:
+            command = instruction.as_words(command, context.instruction)
+        if agent.skills_path:
+            linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])
+            command = f"{linked} && {command}"
+        return LaunchPlan(
+            command=command,
+            files=files,
+            env={
+                "HOME": context.home_dir,
+                "OPENAI_API_KEY": context.api_key,
+                "OPENAI_BASE_URL": f"{context.model_url}/v1",
+                "OPENAI_MODEL": context.model_name,
+                "QWEN_TELEMETRY_ENABLED": "false",
+                "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+                "QWEN_CODE_MAX_OUTPUT_TOKENS": str(context.max_output_tokens),
+                **agent.env,
+            },
+            cwd=context.workdir,
+            native_logs=[f"{config_dir}/projects"],
+        )
+
+    def ended(self, return_code: int | None, stdout_tail: bytes, stderr_tail: bytes) -> HarnessEnd:
+        """By the `result` event's `is_error`; without one by the exit status."""
+        result = events.last_event(stdout_tail, ("result",))
+        if return_code == TURN_LIMIT_STATUS:
+            return HarnessEnd(
+                outcome="completed", reason="stopped at max_turns", return_code=return_code
+            )
+        if result is None or not isinstance(result.get("is_error"), bool):
+            return events.by_status(self.name, return_code, stderr_tail)
+        if not result["is_error"]:
+            return HarnessEnd(outcome="completed", return_code=return_code)
+        message = events.text(result, "error", "message") or events.text(result, "result")
+        return HarnessEnd(
+            outcome="failed",
+            reason=events.quote("qwen_code reported an error", message),
+            return_code=return_code,
+        )
+
+
+def _cli_settings(
+    settings: QwenCodeSettings, servers: list[MCPServerSpec], context: LaunchContext
+) -> dict[str, Any]:
+    return {
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+        "general": {"enableAutoUpdate": False},
+        "security": {"auth": {"selectedType": "openai"}},
+        "agents": {"crossSessionMessaging": False},
+        "memory": {
+            "enableManagedAutoMemory": False,
+            "enableManagedAutoDream": False,
+            "enableAutoSkill": False,
+        },
+        "model": {
+            "skipLoopDetection": True,
+            "skipNextSpeakerCheck": True,
+            **({"maxSessionTurns": settings.max_turns} if settings.max_turns else {}),
+            **({"reasoningEffort": settings.reasoning_effort} if settings.reasoning_effort else {}),
+            "generationConfig": {"contextWindowSize": context.context_length},
+        },
+        "context": {"fileFiltering": {"enableRecursiveFileSearch": False}},
+        "tools": {
+            # Without a terminal of its own it loses output of commands on a busy machine.
+            "shell": {"enableInteractiveShell": True},
+            "disabled": settings.exclude_tools,
+        },
+        "mcpServers": {server.name: _mcp_server(server) for server in servers},
+    }
+
+
+def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
+    """Its tools are declared from the start, not looked up by the model through a tool search."""
+    common = {"trust": True, "alwaysLoadTools": True}
+    if server.transport == "stdio":
+        return {"command": server.command, "args": server.args, **common}
+    address = "httpUrl" if server.transport == "streamable-http" else "url"
+    return {address: server.url, **common}
