@@ -6,11 +6,12 @@ or, in a test, `async with ScriptedEngine(script) as engine: ...  engine.url`. I
 with the hermes and qwen3 parsers does, ids and log probabilities included, and says in `/v1/models`,
 in `/version` and in each answer's `system_fingerprint` that it is scripted. What it was asked and
 what it said stays in `engine.calls` and under `GET /scripted/calls`; `engine.faults` and
-`POST /scripted/faults` make the next calls fail.
+`POST /scripted/faults` make the next calls fail, `engine.die()` all until `engine.revive()`.
 """
 
 import os
 import random
+import re
 import secrets
 import signal
 import time
@@ -34,7 +35,7 @@ from polar_gateway.testing.generation import Generation, Token, generate
 from polar_gateway.testing.parsing import TurnParser
 from polar_gateway.testing.policy import SeededPolicy
 from polar_gateway.testing.script import THINKING_CLOSED, Script, ScriptFile
-from polar_gateway.testing.serve import serve
+from polar_gateway.testing.serve import Service, service
 from polar_gateway.testing.tokenizer import ChatTokenizer, RenderError
 
 MODEL = "tiny"
@@ -52,15 +53,22 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How many calls it spoils before it is used up."""
     skip: int = 0
     """How many calls it lets pass first."""
+    match: str = ""
+    """Regular expression: only calls whose request, as JSON, has it are spoiled or let pass."""
     status: int | None = None
     """Answer with this status and an error document."""
     message: str = "scripted fault"
     headers: dict[str, str] = {}
     """Of the answer with `status`, such as retry-after."""
     delay: float = 0.0
-    """Seconds before the first token, or before the status."""
+    """Seconds before the first token, before the status or before hanging up."""
     token_delay: float | None = None
     """Seconds between tokens, instead of the engine's own."""
+    stall_after: int | None = None
+    """Fall silent after this many tokens, for `stall` seconds."""
+    stall: float = 0.0
+    hang_up: bool = False
+    """Cut the connection without an answer."""
     disconnect_after: int | None = None
     """Cut the connection after the headers and this many tokens."""
     error_after: int | None = None
@@ -106,6 +114,9 @@ class ScriptedEngine:
         token_delay: float = 0.0,
         seed: int = 0,
         faults: Iterable[Fault] = (),
+        renders: bool = True,
+        strict_limits: bool = False,
+        lossy_streams: bool = False,
         keep_calls: int = 256,
     ) -> None:
         self._script = script or Script()
@@ -115,6 +126,12 @@ class ScriptedEngine:
         self.token_delay = token_delay
         """Seconds from one token to the next."""
         self.faults = list(faults)
+        self.renders = renders
+        """Whether it says how it renders requests, as vLLM does with --enable-scale-out."""
+        self.strict_limits = strict_limits
+        """Whether it refuses to be asked for more output than there is room for, as vLLM 0.20."""
+        self.lossy_streams = lossy_streams
+        """Whether tokens without text are left out of streams, as vLLM 0.10 did."""
         self.calls: deque[Call] = deque(maxlen=keep_calls)
         """The latest calls, oldest first."""
         self.total_calls = 0
@@ -123,10 +140,12 @@ class ScriptedEngine:
         self.policy = SeededPolicy(self.tokenizer.size, seed)
         self.fingerprint = f"scripted-{seed}"
         self._chance = random.Random(seed)
+        self._service: Service | None = None
         self._stack = AsyncExitStack()
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", _ChatEndpoint(self), methods=["POST"]),
+                Route("/v1/chat/completions/render", self._render, methods=["POST"]),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/version", self._version),
@@ -138,7 +157,9 @@ class ScriptedEngine:
 
     async def __aenter__(self) -> Self:
         host, port = self._address
-        self.url = await self._stack.enter_async_context(serve(self.app, host=host, port=port))
+        running = service(self.app, host=host, port=port)
+        self._service = await self._stack.enter_async_context(running)
+        self.url = self._service.url
         return self
 
     async def __aexit__(
@@ -149,13 +170,32 @@ class ScriptedEngine:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
+    async def die(self) -> None:
+        """Break every answer off and answer nothing more."""
+        await self._running.die()
+
+    async def revive(self) -> None:
+        """Answer again at the same URL."""
+        await self._running.start()
+
+    @property
+    def _running(self) -> Service:
+        assert self._service is not None, "the engine is run by `async with`"
+        return self._service
+
+    def hang_up(self, client: tuple[str, int]) -> None:
+        """Cut the connection of the client at this address."""
+        self._running.cut(client)
+
     @property
     def script(self) -> Script:
         return self._script.current() if isinstance(self._script, ScriptFile) else self._script
 
-    def next_fault(self) -> Fault:
+    def next_fault(self, request: str) -> Fault:
         """The fault of the call that begins now, which counts as used."""
         for fault in self.faults:
+            if fault.match and not re.search(fault.match, request):
+                continue
             if fault.skip > 0:
                 fault.skip -= 1
                 return Fault()
@@ -173,9 +213,20 @@ class ScriptedEngine:
         except RenderError as error:
             raise refused(str(error)) from error
 
-    def say(self, prompt: str, prompt_ids: list[int], request: ChatRequest) -> Generation:
-        """All that will be said to a prompt. Raises ApiError when there is no room for a token."""
+    def room(self, prompt_ids: list[int], request: ChatRequest) -> int:
+        """How many tokens an answer may have. Raises ApiError when there is no room for one."""
         room = self.max_model_len - len(prompt_ids)
+        asked = request.max_tokens
+        if self.strict_limits and asked is not None and asked > room:
+            least = self.max_model_len - asked + 1
+            raise refused(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"you requested {asked} output tokens and your prompt contains at least {least} "
+                f"input tokens, for a total of at least {self.max_model_len + 1} tokens. Please "
+                "reduce the length of the input prompt or the number of requested output tokens. "
+                f"(parameter=input_tokens, value={least})",
+                "input_tokens",
+            )
         if room < 1:
             least = self.max_model_len + 1
             raise refused(
@@ -185,6 +236,11 @@ class ScriptedEngine:
                 f"(parameter=input_tokens, value={least})",
                 "input_tokens",
             )
+        return room if asked is None else min(room, asked)
+
+    def say(self, prompt: str, prompt_ids: list[int], request: ChatRequest) -> Generation:
+        """All that will be said to a prompt. Raises ApiError when there is no room for a token."""
+        limit = self.room(prompt_ids, request)
         line = self.script.line(prompt)
         if request.parse_tools and not request.parallel_tool_calls:
             # vLLM's grammar then ends the turn after the first call.
@@ -195,10 +251,36 @@ class ScriptedEngine:
             prompt_ids,
             self.tokenizer,
             self.policy,
-            limit=room if request.max_tokens is None else min(room, request.max_tokens),
+            limit=limit,
             temperature=request.temperature,
             stop=request.stop,
             source=self._chance if request.seed is None else random.Random(request.seed),
+        )
+
+    async def _render(self, request: Request) -> Response:
+        if not self.renders:
+            disabled = ApiError(403, "Scale-out endpoints are disabled.", "PermissionDeniedError")
+            return _response(disabled.document, disabled.status)
+        try:
+            asked = checked(decoded(await request.body()), self.model, self.max_model_len)
+            ids = self.tokenizer.encode(
+                self.render(asked.messages, asked.tools, **asked.template_arguments)
+            )
+            limit = self.room(ids, asked)
+        except ApiError as error:
+            return _response(error.document, error.status)
+        return _response(
+            {
+                "request_id": f"chatcmpl-{secrets.token_hex(8)}",
+                "token_ids": ids,
+                "sampling_params": {
+                    "temperature": asked.temperature,
+                    "stop": asked.stop,
+                    "max_tokens": limit,
+                },
+                "model": self.model,
+                "stream": asked.stream,
+            }
         )
 
     async def _tokenize(self, request: Request) -> Response:
@@ -271,17 +353,22 @@ class _ChatEndpoint:
         raw = await request.body()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
-            await self._answer(request.headers.get("x-request-id"), raw, send)
+            await self._answer(request, raw, send)
             tasks.cancel_scope.cancel()
 
-    async def _answer(self, name: str | None, raw: bytes, send: Send) -> None:
-        engine, fault = self._engine, self._engine.next_fault()
+    async def _answer(self, request: Request, raw: bytes, send: Send) -> None:
+        engine, fault = self._engine, self._engine.next_fault(raw.decode("utf-8", "replace"))
+        name = request.headers.get("x-request-id") or secrets.token_hex(8)
         call = Call(
-            request_id=f"chatcmpl-{name or secrets.token_hex(8)}",
+            request_id=f"chatcmpl-{name}",
             received_at=time.time(),
         )
         engine.total_calls += 1
         engine.calls.append(call)
+        if fault.hang_up:
+            await anyio.sleep(fault.delay)
+            engine.hang_up(tuple(request.scope["client"]))
+            await anyio.sleep_forever()  # until it is noticed that the client is gone
         try:
             answer = await self._begun(call, raw, fault)
         except ApiError as error:
@@ -410,7 +497,8 @@ class _Answer:
             delta = self._parse(token)
             last = self._call.sent_tokens == len(tokens)
             logprobs = self._logprobs([token])
-            if not (delta or last or logprobs or self._show_ids):
+            shown = delta or (not self._engine.lossy_streams and (logprobs or self._show_ids))
+            if not (shown or last):
                 continue
             choice: dict[str, Any] = {
                 "index": 0,
@@ -449,7 +537,9 @@ class _Answer:
             if number == fault.disconnect_after:
                 self.cut_off = True
                 return
-            if fault.delay or delay:
+            if number == fault.stall_after:
+                due = max(due, anyio.current_time()) + fault.stall
+            if fault.delay or delay or fault.stall:
                 await anyio.sleep_until(due)
             due += delay
             self._call.sent_tokens += 1

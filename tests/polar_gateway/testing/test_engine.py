@@ -79,6 +79,7 @@ async def client(running: ScriptedEngine) -> AsyncIterator[Client]:
     running.total_calls = 0
     running.faults = []
     running.max_model_len = 131_072
+    running.renders, running.strict_limits, running.lossy_streams = True, False, False
     async with httpx2.AsyncClient(base_url=running.url) as http:
         yield Client(running, http)
 
@@ -259,6 +260,40 @@ async def test_tokenize_gives_the_ids_of_text_and_of_messages(client: Client) ->
     assert chat["tokens"] == (await client.whole(tools=None))["prompt_token_ids"]
 
 
+async def test_a_request_can_be_rendered_without_sampling(client: Client) -> None:
+    rendered = (await client.http.post("/v1/chat/completions/render", json=ASK)).json()
+    assert rendered["token_ids"] == (await client.whole())["prompt_token_ids"]
+    assert len(client.engine.calls) == 1
+    client.engine.max_model_len = 20
+    reply = await client.http.post("/v1/chat/completions/render", json=ASK)
+    assert reply.status_code == 400
+    assert "least 21 input" in reply.json()["error"]["message"]
+    client.engine.renders = False
+    reply = await client.http.post("/v1/chat/completions/render", json=ASK)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (403, "PermissionDeniedError")
+
+
+async def test_more_output_than_there_is_room_for_may_be_refused(client: Client) -> None:
+    prompt = (await client.whole())["usage"]["prompt_tokens"]
+    client.engine.strict_limits = True
+    client.engine.max_model_len = prompt + 10
+    error = await client.refused(400, max_tokens=11)
+    assert (
+        f"you requested 11 output tokens and your prompt contains at least {prompt}"
+        in (error["message"])
+    )
+    assert len((await client.whole(max_tokens=10))["choices"][0]["token_ids"]) == 10
+
+
+async def test_streams_may_lose_the_tokens_that_say_nothing(client: Client) -> None:
+    client.engine.lossy_streams = True
+    whole = await client.whole(seed=5)
+    lossy = choices(await client.events(seed=5))
+    ids = [i for choice in lossy for i in choice.get("token_ids", [])]
+    assert len(ids) < len(whole["choices"][0]["token_ids"])
+    assert lossy[-1]["finish_reason"] == "tool_calls"
+
+
 async def test_calls_can_be_read_over_http(client: Client) -> None:
     answer = await client.whole()
     listed = (await client.http.get("/scripted/calls")).json()
@@ -291,6 +326,47 @@ async def test_a_connection_may_be_cut_in_mid_answer(client: Client, stream: boo
         await client.http.post("/v1/chat/completions", json={**ASK, "stream": stream})
     [call] = client.engine.calls
     assert (call.sent_tokens, call.finished) == (3, False)
+
+
+async def test_a_connection_may_be_cut_before_any_answer(client: Client) -> None:
+    client.engine.faults = [Fault(hang_up=True)]
+    with pytest.raises((httpx2.RemoteProtocolError, httpx2.ReadError)):
+        await client.http.post("/v1/chat/completions", json=ASK)
+    await client.whole()
+
+
+async def test_an_answer_may_fall_silent_for_a_while(client: Client) -> None:
+    client.engine.faults = [Fault(stall_after=2, stall=0.1)]
+    began = time.monotonic()
+    answer = await client.whole(max_tokens=4)
+    assert time.monotonic() - began >= 0.1
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+async def test_a_fault_may_be_for_certain_calls_alone(client: Client) -> None:
+    client.engine.faults = [Fault(status=503, match="title")]
+    await client.whole()
+    await client.refused(503, messages=[{"role": "user", "content": "A title, please."}])
+    await client.whole(messages=[{"role": "user", "content": "A title, please."}])
+
+
+async def test_an_engine_may_die_and_come_back_at_its_address() -> None:
+    body = {**ASK, "stream": True}
+    async with (
+        ScriptedEngine(SCRIPT, token_delay=0.02) as engine,
+        httpx2.AsyncClient(base_url=engine.url) as http,
+    ):
+        async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            await engine.die()
+            with pytest.raises((httpx2.RemoteProtocolError, httpx2.ReadError)):
+                async for _ in lines:
+                    pass
+        with pytest.raises(httpx2.ConnectError):
+            await http.get("/health")
+        await engine.revive()
+        assert (await http.get("/health")).status_code == 200
 
 
 async def test_an_error_may_come_inside_a_stream(client: Client) -> None:
