@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 # Spelled twice: mypy takes a package that imports its own modules for one that re-exports them.
 from polar_gateway.dialects import anthropic as anthropic
 from polar_gateway.dialects import chat as chat
+from polar_gateway.dialects import compaction as compaction
 from polar_gateway.dialects import google as google
 from polar_gateway.dialects import responses as responses
 from polar_gateway.dialects.turn import Dialect, RouteKind
 
 DIALECTS: tuple[Dialect, ...] = (anthropic, google, responses, chat)
-"""In the order in which they are asked whether a request is theirs."""
+"""One a wire format."""
+
+_ENDPOINTS: tuple[Dialect, ...] = (compaction, *DIALECTS)
+"""In the order in which they are asked whether a request is theirs: `compaction` is an endpoint of
+responses whose answers have another shape."""
 
 
 class Route(NamedTuple):
@@ -35,7 +40,7 @@ def route(
     A path counts from its end, so that any prefix (a base URL with or without `/v1`, a path before
     it) is accepted.
     """
-    for dialect in DIALECTS:
+    for dialect in _ENDPOINTS:
         match = dialect.match(method, path, query, headers)
         if match is not None:
             return Route(dialect, match.kind, match.fields)

@@ -57,7 +57,7 @@ def turn(blocks: list[Block], finish_reason: Any = "stop", **usage: int) -> Turn
     )
 
 
-def events_of(block: Block, size: int = 5) -> list[TurnEvent]:
+def events_of(block: Block, size: int = 5, *, cut: bool = False) -> list[TurnEvent]:
     """The block as an engine streams it, its text in pieces."""
     match block:
         case Reasoning(text=text):
@@ -69,14 +69,15 @@ def events_of(block: Block, size: int = 5) -> list[TurnEvent]:
         case _:
             assert_never(block)
     deltas = [BlockDelta(text=text[at : at + size]) for at in range(0, len(text), size)]
-    return [start, *deltas, BlockEnd()]
+    return [start, *deltas, BlockEnd(cut=cut)]
 
 
 def stream(dialect: Dialect, request: ModelRequest, answered: Turn) -> bytes:
     streamer = dialect.streamer(request, answered.completion_id, answered.created)
     parts = [streamer.open(answered.usage.prompt_tokens)]
     for block in answered.blocks:
-        parts.extend(streamer.event(event) for event in events_of(block))
+        cut = answered.finish_reason == "length" and block is answered.blocks[-1]
+        parts.extend(streamer.event(event) for event in events_of(block, cut=cut))
     parts.append(streamer.event(TurnEnd(turn=answered)))
     return b"".join(parts)
 
@@ -217,10 +218,52 @@ def _responses_streamed(events: list[Event]) -> Received:
     return _responses_items(items)
 
 
-_WHOLE = {"anthropic": _anthropic_whole, "chat": _chat_whole, "responses": _responses_whole}
+def _google_whole(response: dict[str, Any]) -> Received:
+    content = response["candidates"][0]["content"]
+    blocks: list[Block] = []
+    for part in content["parts"]:
+        match part:
+            case {"functionCall": call}:
+                spelled = json.dumps(call["args"], ensure_ascii=False, separators=(",", ":"))
+                blocks.append(Call(id=call["id"], name=call["name"], arguments=spelled))
+            case {"text": "", **rest} if not rest:
+                pass
+            case {"text": text, "thought": True}:
+                blocks.append(Reasoning(text=text))
+            case {"text": text}:
+                blocks.append(Text(text=text))
+    return Received(blocks, [content])
+
+
+def _google_streamed(events: list[Event]) -> Received:
+    """As Gemini CLI reads it: pieces of a text are joined, and what the first of them says beside
+    the text stays; empty ones are dropped. (The CLI drops thoughts as well; others keep them.)"""
+    parts: list[dict[str, Any]] = []
+    for name, data in events:
+        assert name is None
+        for part in data["candidates"][0]["content"]["parts"]:
+            last = parts[-1] if parts else {}
+            if part == {"text": ""}:
+                continue
+            if "text" in part and "text" in last and part.get("thought") == last.get("thought"):
+                last["text"] += part["text"]
+            else:
+                parts.append(part)
+    assert "finishReason" in events[-1].data["candidates"][0]
+    content = {"parts": parts or [{"text": ""}], "role": "model"}
+    return _google_whole({"candidates": [{"content": content}]})
+
+
+_WHOLE = {
+    "anthropic": _anthropic_whole,
+    "chat": _chat_whole,
+    "google": _google_whole,
+    "responses": _responses_whole,
+}
 _STREAMED = {
     "anthropic": _anthropic_streamed,
     "chat": _chat_streamed,
+    "google": _google_streamed,
     "responses": _responses_streamed,
 }
 

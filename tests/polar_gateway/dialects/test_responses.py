@@ -16,7 +16,14 @@ from polar_gateway.dialects.turn import (
     TurnEnd,
     UnsupportedRequestError,
 )
-from tests.polar_gateway.dialects.clients import COMPLETION_ID, CREATED, parse_sse, turn
+from tests.polar_gateway.dialects.clients import (
+    COMPLETION_ID,
+    CREATED,
+    Event,
+    parse_sse,
+    stream,
+    turn,
+)
 
 PARAMETERS = {"type": "object", "properties": {}}
 RUN = {
@@ -31,6 +38,11 @@ AGENTS = {
     "name": "agents",
     "description": "Other agents.",
     "tools": [{"type": "function", "name": "spawn", "parameters": PARAMETERS}],
+}
+FILE = {
+    "type": "input_file",
+    "filename": "a.txt",
+    "file_data": "data:text/plain;charset=utf-8;base64,w6k=",
 }
 PATCH = {
     "type": "custom",
@@ -110,7 +122,10 @@ def test_answers_that_follow_each_other_stay_apart_by_our_ids() -> None:
             {"summary": [{"text": "a"}, {"text": "b"}], "encrypted_content": "another provider's"},
             "a\n\nb",
         ),
-        ({"summary": [{"text": "a"}], "encrypted_content": "polar.1.cmF3"}, "raw"),
+        (
+            {"summary": [{"text": "a"}], "encrypted_content": "polar.1.0123456789ab.cmF3"},
+            "raw",
+        ),
         ({"summary": []}, None),
     ],
 )
@@ -272,19 +287,39 @@ def test_sampling_is_only_what_the_harness_set() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"id": "x"}]}, "input[0].id"),
+        (
+            {"input": [{"type": "compaction", "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content",
+        ),
         ({"input": [message("robot", "x")]}, "input[0].role"),
-        ({"input": [message("user", [{"type": "input_file"}])]}, "input[0].content[0]"),
+        ({"input": [message("user", [{"type": "input_audio"}])]}, "input[0].content[0]"),
+        ({"input": [message("user", [FILE | {"file_id": "f"}])]}, "input[0].content[0].file_id"),
+        ({"input": [message("user", [FILE | {"file_url": "u"}])]}, "input[0].content[0].file_url"),
+        ({"input": [message("user", [{"type": "input_file"}])]}, "input[0].content[0].file_data"),
+        (
+            {
+                "input": [
+                    message("user", [FILE | {"file_data": "data:application/pdf;base64,AA=="}])
+                ]
+            },
+            "input[0].content[0].file_data",
+        ),
+        (
+            {"input": [message("user", [{"type": "input_image", "file_id": "f"}])]},
+            "input[0].content[0].file_id",
+        ),
         ({"input": [message("system", [{"type": "input_image"}])]}, "input[0].content[0]"),
         (
             {"input": [{"type": "reasoning", "encrypted_content": "polar.1.!!!"}]},
             "input[0].encrypted_content",
         ),
         ({"tools": [RUN], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [RUN], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": "high"}, "reasoning"),
         ({"max_output_tokens": 1.5}, "max_output_tokens"),
@@ -329,13 +364,13 @@ def test_an_answer_has_the_providers_shape(finish: Any, status: str, details: An
     assert (whole["status"], whole["incomplete_details"], whole["error"]) == (status, details, None)
     assert whole["usage"] == {
         "input_tokens": 100,
-        "input_tokens_details": {"cached_tokens": 64},
+        "input_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 0},
         "output_tokens": 50,
         "output_tokens_details": {"reasoning_tokens": 3},
         "total_tokens": 150,
     }
-    streamer = responses.streamer(REQUEST, COMPLETION_ID, CREATED)
-    [closing] = parse_sse(streamer.event(TurnEnd(turn=answered)))
+    assert [item["status"] for item in whole["output"]] == [status]
+    closing = parse_sse(stream(responses, REQUEST, answered))[-1]
     assert closing.name == f"response.{status}"
     assert closing.data["response"] == whole
 
@@ -409,20 +444,50 @@ def test_a_stream_tells_every_step_of_every_item() -> None:
             assert event.data["item_id"] == done[event.data["output_index"]]["id"]
 
 
-def test_an_error_in_the_stream_fails_the_response() -> None:
+@pytest.mark.parametrize(
+    ("code", "retry_after", "told", "wait"),
+    [
+        ("context_overflow", None, "context_length_exceeded", ""),
+        ("internal", None, "server_error", ""),
+        ("session_closed", None, "invalid_prompt", ""),
+        ("invalid_request", None, "invalid_prompt", ""),
+        ("rate_limit", 3, "rate_limit_exceeded", " Please try again in 3s."),
+        ("overloaded", None, "rate_limit_exceeded", " Please try again in 5s."),
+    ],
+)
+def test_an_error_in_the_stream_is_one_that_harnesses_act_on(
+    code: Any, retry_after: int | None, told: str, wait: str
+) -> None:
     streamer = responses.streamer(REQUEST, COMPLETION_ID, CREATED)
     streamer.open(0)
-    error = ErrorKind(status=400, code="context_overflow", message="Too long.")
-    [failed] = parse_sse(streamer.error(error))
-    assert (failed.name, failed.data["sequence_number"]) == ("response.failed", 2)
+    said = stream_block(streamer, BlockStart(kind="text"), "ok")
+    kind = ErrorKind(status=400, code=code, message="No.", retry_after=retry_after)
+    error, failed = parse_sse(streamer.error(kind))
+    assert (error.name, failed.name) == ("error", "response.failed")
+    assert (error.data["sequence_number"] + 1, failed.data["sequence_number"]) == (
+        failed.data["sequence_number"],
+        said[-1].data["sequence_number"] + 2,
+    )
+    assert (error.data["code"], error.data["message"]) == (told, "No." + wait)
+    assert error.data["error"]["code"] == told
     assert failed.data["response"]["status"] == "failed"
     assert failed.data["response"]["error"] == {
-        "code": "context_length_exceeded",
-        "message": "Too long.",
+        "code": told,
+        "message": "No." + wait,
+        "param": None,
     }
-    internal = ErrorKind(status=500, code="internal", message="Broken.")
-    [failed] = parse_sse(streamer.error(internal))
-    assert failed.data["response"]["error"]["code"] == "server_error"
+    assert failed.data["response"]["output"] == [said[-1].data["item"]]
+
+
+def stream_block(streamer: Any, start: BlockStart, *pieces: str, cut: bool = False) -> list[Event]:
+    written = streamer.event(start)
+    for piece in pieces:
+        written += streamer.event(BlockDelta(text=piece))
+    return parse_sse(written + streamer.event(BlockEnd(cut=cut)))
+
+
+def test_an_error_before_the_stream_has_the_providers_shape() -> None:
+    error = ErrorKind(status=400, code="context_overflow", message="Too long.")
     assert json.loads(responses.error_body(error))["error"]["code"] == "context_length_exceeded"
     assert responses.error_status(error) == 400
 
@@ -438,5 +503,5 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
 def test_reasoning_is_sealed_for_harnesses_that_keep_nothing_else() -> None:
     [item] = answer_items(REQUEST, Reasoning(text="hm"))
     assert item["summary"] == [{"type": "summary_text", "text": "hm"}]
-    assert item["encrypted_content"].startswith("polar.1.")
+    assert item["encrypted_content"].startswith("polar.1.0123456789ab.")
     assert "hm" not in item["encrypted_content"]

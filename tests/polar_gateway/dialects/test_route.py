@@ -30,6 +30,12 @@ def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
         ("HEAD", "/api/hello", {}, ("anthropic", "probe")),
         ("GET", "/prefix/api/hello", {}, ("anthropic", "probe")),
         ("GET", "/v1/responses", {"upgrade": "websocket"}, ("responses", "websocket")),
+        ("GET", "/v1/realtime", {"upgrade": "websocket"}, ("responses", "websocket")),
+        ("GET", "/v1/responses/resp_1", {}, ("responses", "stored")),
+        ("DELETE", "/v1/responses/resp_1", {}, ("responses", "stored")),
+        ("GET", "/v1/responses/resp_1/input_items", {}, ("responses", "stored")),
+        ("POST", "/v1/responses/resp_1/cancel", {}, ("responses", "stored")),
+        ("POST", "/v1/responses/compact", {}, ("responses", "call")),
         ("POST", "/v1/chat/completions/", {}, ("chat", "call")),
     ],
 )
@@ -45,7 +51,9 @@ def test_an_auxiliary_request_is_told_from_a_model_call(
     ("method", "path"),
     [
         ("POST", "/v1/embeddings"),
-        ("POST", "/v1/responses/compact"),
+        ("POST", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/resp_1/cancel"),
+        ("POST", "/v1/responses/resp_1/input_items"),
         ("GET", "/v1/messages"),
         ("DELETE", "/v1/responses"),
         ("POST", "/"),
