@@ -58,6 +58,8 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     policy_version: str | None = None
     sampling: dict[str, Any] = {}
     """The sampling parameters that were sent to the engine."""
+    asked: dict[str, Any] = {}
+    """What else was asked: tool_choice, response_format, template_kwargs; only what was set."""
     usage: dict[str, int] = {}
     started_at: float = 0.0
     """Wall clock, seconds since the epoch, when the request arrived."""

@@ -51,8 +51,11 @@ class Intent(msgspec.Struct, kw_only=True, tag_field="kind", tag="intent"):
     tools_as_parent: bool = False
     """The tools are the parent's; `tools` is then empty."""
     tools: list[dict[str, Any]] | None = None
+    kind: str = msgspec.field(default="turn", name="call_kind")
+    """As `Completion.kind`; on a line, `kind` tells records apart."""
     dialect: str = ""
     model_requested: str = ""
+    asked: dict[str, Any] = {}
     chain: dict[str, str] = {}
     notes: list[str] = []
     at: float = 0.0
@@ -86,6 +89,8 @@ class Completed(msgspec.Struct, kw_only=True, tag_field="kind", tag="completion"
     findings: list[str] = []
     delivered: bool = True
     """False for a generation that was cut off: it is kept, and nobody can have received it whole."""
+    delivered_tokens: int = 0
+    """Where it was not delivered: how many of the sampled tokens were."""
     at: float = 0.0
 
 
@@ -99,7 +104,14 @@ class Failed(msgspec.Struct, kw_only=True, tag_field="kind", tag="failed"):
 
 
 class Undelivered(msgspec.Struct, kw_only=True, tag_field="kind", tag="undelivered"):
-    """A finished call whose answer never reached the harness."""
+    """A finished call whose answer did not reach the harness whole."""
+
+    completion_id: str
+    delivered_tokens: int = 0
+
+
+class Delivered(msgspec.Struct, kw_only=True, tag_field="kind", tag="delivered"):
+    """An answer that was undelivered has reached a harness that asked for it again."""
 
     completion_id: str
 
@@ -110,7 +122,7 @@ class Sealed(msgspec.Struct, kw_only=True, tag_field="kind", tag="sealed"):
     at: float = 0.0
 
 
-AnyRecord = Opened | Intent | Appended | Completed | Failed | Undelivered | Sealed
+AnyRecord = Opened | Intent | Appended | Completed | Failed | Undelivered | Delivered | Sealed
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)

@@ -19,6 +19,7 @@ from typing import Any
 from builders.records import Completion, CompletionSession, Ids
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import CaptureError, Journal
+from polar_gateway.capture.tree import MessageTree, Place
 from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines.base import EngineReply, Generation
 
@@ -59,7 +60,11 @@ class Ledger:
                 del self.open[record.completion_id]
                 self.findings.append(record.code)
             case journal.Undelivered():
-                self._finished[record.completion_id].delivered = False
+                completion = self._finished[record.completion_id]
+                completion.delivered, completion.delivered_tokens = False, record.delivered_tokens
+            case journal.Delivered():
+                completion = self._finished[record.completion_id]
+                completion.delivered, completion.delivered_tokens = True, None
             case journal.Sealed():
                 self.sealed = True
 
@@ -79,12 +84,15 @@ class Ledger:
             response_message=record.response_message,
             finish_reason=record.finish_reason,
             stop_reason=record.stop_reason,
+            kind=intent.kind,
             delivered=record.delivered,
+            delivered_tokens=None if record.delivered else record.delivered_tokens,
             dialect=intent.dialect,
             model_requested=intent.model_requested,
             model_used=record.model_used,
             policy_version=self.header.policy_version,
             sampling=record.sampling,
+            asked=intent.asked,
             usage=record.usage,
             started_at=intent.at,
             ended_at=record.at,
@@ -130,7 +138,7 @@ class SessionCapture:
         self.journal_path = journal_path
         self._ledger = Ledger()
         self._journal = Journal(journal_path)
-        self._tree = _MessageTree()
+        self._tree = MessageTree()
         self._calls: dict[str, OpenCall] = {}
         self._write(
             journal.Opened(
@@ -142,6 +150,13 @@ class SessionCapture:
             )
         )
 
+    def restored(self, request: ModelRequest) -> ModelRequest:
+        """The request as the engine shall be sent it: assistant messages that mean the same as
+        recorded answers of this session are those answers again, in the model's own spelling and
+        with their reasoning. Equal to `request` where nothing had changed on the way; else its
+        notes say what came back."""
+        return self._tree.restored(request)
+
     def open(
         self,
         request: ModelRequest,
@@ -149,8 +164,9 @@ class SessionCapture:
         completion_id: str,
         dialect: str,
         headers: Mapping[str, str],
+        kind: str = "turn",
     ) -> "OpenCall":
-        """Journal that a call is about to be made."""
+        """Journal that a call is about to be made, exactly as the engine will be sent it."""
         place = self._tree.find(request.messages, request.tools)
         parent = place.parent
         self._write(
@@ -162,8 +178,10 @@ class SessionCapture:
                 messages_tail=place.messages[place.shared :],
                 tools_as_parent=parent is not None and parent.tools is place.tools,
                 tools=None if parent is not None and parent.tools is place.tools else place.tools,
+                kind=kind,
                 dialect=dialect,
                 model_requested=request.model,
+                asked=_asked(request),
                 chain={name: headers[name] for name in CHAIN_HEADERS if name in headers},
                 notes=request.notes,
                 at=time.time(),
@@ -171,6 +189,14 @@ class SessionCapture:
         )
         call = self._calls[completion_id] = OpenCall(self, completion_id, place)
         return call
+
+    def redelivered(self, completion_id: str) -> None:
+        """Journal that a harness which asked again got the recorded answer after all.
+
+        Does nothing once the session is sealed: what was built must stay true.
+        """
+        if not self._ledger.sealed:
+            self._write(journal.Delivered(completion_id=completion_id))
 
     def seal(self) -> None:
         """End what is in flight and refuse what comes; whatever is built now stays true.
@@ -215,7 +241,7 @@ class SessionCapture:
 class OpenCall:
     """A model call whose intent is in the journal and whose answer is not there yet."""
 
-    def __init__(self, capture: SessionCapture, completion_id: str, place: "_Place") -> None:
+    def __init__(self, capture: SessionCapture, completion_id: str, place: Place) -> None:
         self.completion_id = completion_id
         self._capture = capture
         self._place = place
@@ -265,22 +291,26 @@ class OpenCall:
         """Journal the finished completion; durable when this returns."""
         return self._end(self._completed(reply, sampling))
 
-    def fail(self, message: str, code: str = "call_failed") -> None:
+    def fail(
+        self, message: str, code: str = "call_failed", delivered_tokens: int | None = None
+    ) -> None:
         """Journal that the call ended without an answer; a call cut by the seal has ended already.
 
-        What a followed generation sampled before is a completion that nobody received, and `code`
-        a finding of it.
+        What a followed generation sampled before is a completion that nobody received whole, and
+        `code` a finding of it. `delivered_tokens`: as for `undelivered`.
         """
         if not self.is_open:
             return
-        record = self._ending(code, message)
+        record = self._ending(code, message, delivered_tokens or 0)
         if isinstance(record, journal.Completed):
             self._end(record)
         else:
             self._capture._calls.pop(self.completion_id, None)
             self._capture._write(record)
 
-    def _ending(self, code: str, message: str) -> journal.Completed | journal.Failed:
+    def _ending(
+        self, code: str, message: str, delivered_tokens: int = 0
+    ) -> journal.Completed | journal.Failed:
         """How a call is recorded that ends now, before its time."""
         if self._generation is not None and self._generation.prompt_ids:
             reply = self._generation.reply
@@ -288,7 +318,7 @@ class OpenCall:
                 record = self._completed(reply, self._sampling)
                 record.finish_reason = record.stop_reason = None
                 record.findings = [*reply.findings, code]
-                record.delivered = False
+                record.delivered, record.delivered_tokens = False, delivered_tokens
                 return record
         return journal.Failed(
             completion_id=self.completion_id, code=code, message=message, at=time.time()
@@ -333,13 +363,29 @@ class OpenCall:
             at=time.time(),
         )
 
-    def undelivered(self) -> None:
-        """Journal that the answer, once recorded, never reached the harness.
+    def undelivered(self, delivered_tokens: int | None = None) -> None:
+        """Journal that the answer, once recorded, did not reach the harness whole.
 
-        Does nothing once the session is sealed: what was built must stay true.
+        `delivered_tokens` is how many of its sampled tokens were written while the harness was
+        there; None where that is not known, which counts as none. Does nothing once the session is
+        sealed: what was built must stay true.
         """
         if not self._capture._ledger.sealed:
-            self._capture._write(journal.Undelivered(completion_id=self.completion_id))
+            self._capture._write(
+                journal.Undelivered(
+                    completion_id=self.completion_id, delivered_tokens=delivered_tokens or 0
+                )
+            )
+
+
+def _asked(request: ModelRequest) -> dict[str, Any]:
+    """What beside messages, tools and sampling the prompt and the distribution depend on."""
+    asked = {
+        "tool_choice": request.tool_choice,
+        "response_format": request.response_format,
+        "template_kwargs": request.template_kwargs,
+    }
+    return {name: value for name, value in asked.items() if value not in (None, {})}
 
 
 def unfinished(appended: list[journal.Appended]) -> journal.Completed:
@@ -414,96 +460,3 @@ def _common(a: bytes, b: bytes) -> int:
         else:
             high = middle - 1
     return low
-
-
-class _Node:
-    """One message in the place where it was said."""
-
-    __slots__ = ("children", "latest", "message")
-
-    def __init__(self, message: dict[str, Any]) -> None:
-        self.message = message
-        self.children: list[_Node] = []
-        self.latest: dict[int, Completion] = {}
-        """The latest completion that came through here, for each set of tools."""
-
-    def child(self, message: dict[str, Any]) -> "_Node | None":
-        for node in self.children:
-            if node.message is message or node.message == message:
-                return node
-        return None
-
-
-class _Place:
-    """Where a request stands in the tree; its messages and tools are the stored objects if equal."""
-
-    __slots__ = ("messages", "parent", "path", "shared", "tools", "toolset")
-
-    def __init__(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        toolset: int,
-        path: list[_Node],
-        parent: Completion | None,
-        shared: int,
-    ) -> None:
-        self.messages = messages
-        self.tools = tools
-        self.toolset = toolset
-        self.path = path
-        self.parent = parent
-        self.shared = shared
-
-
-class _MessageTree:
-    """The messages of all completions as a prefix tree; equal messages are kept once."""
-
-    def __init__(self) -> None:
-        self._root = _Node({})
-        self._toolsets: list[list[dict[str, Any]] | None] = []
-
-    def find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Place:
-        toolset = self._intern(tools)
-        path: list[_Node] = []
-        parent: Completion | None = None
-        shared = 0
-        node = self._root
-        for message in messages:
-            found = node.child(message)
-            if found is None:
-                break
-            node = found
-            path.append(node)
-            if toolset in node.latest:
-                parent, shared = node.latest[toolset], len(path)
-        if parent is None and path:
-            parent = max(node.latest.values(), key=lambda completion: completion.index)
-            shared = len(path)
-        return _Place(
-            messages=[*(node.message for node in path), *messages[len(path) :]],
-            tools=self._toolsets[toolset],
-            toolset=toolset,
-            path=path,
-            parent=parent,
-            shared=shared,
-        )
-
-    def insert(self, place: _Place, completion: Completion) -> None:
-        node = place.path[-1] if place.path else self._root
-        for message in [*place.messages[len(place.path) :], completion.response_message]:
-            found = node.child(message)
-            if found is None:
-                found = _Node(message)
-                node.children.append(found)
-            node = found
-            place.path.append(node)
-        for node in place.path:
-            node.latest[place.toolset] = completion
-
-    def _intern(self, tools: list[dict[str, Any]] | None) -> int:
-        for number, known in enumerate(self._toolsets):
-            if known == tools:
-                return number
-        self._toolsets.append(tools)
-        return len(self._toolsets) - 1

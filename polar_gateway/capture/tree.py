@@ -1,0 +1,224 @@
+"""The messages of a session's calls as a prefix tree, in which a call's place and its echoes of
+earlier answers are found.
+
+Equal messages in the same place are kept once. Where an echo stands, evidence says of which answer
+it is one, strongest first: a reference that our answer carried; a call id that the session handed
+out; the messages before it, which lead to where the answer was said.
+"""
+
+from typing import Any
+
+import msgspec
+
+from builders.records import Completion
+from polar_gateway.capture import restore
+from polar_gateway.capture.restore import AMBIGUOUS, Candidate, Restoration
+from polar_gateway.dialects.turn import ModelRequest
+
+
+class _Node:
+    """One message in the place where it was said."""
+
+    __slots__ = ("answers", "children", "echo", "latest", "message")
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        self.message = message
+        self.children: list[_Node] = []
+        self.latest: dict[int, Completion] = {}
+        """The latest completion that came through here, for each set of tools."""
+        self.answers: list[Completion] = []
+        """The completions that said this, here or where it was said first."""
+        self.echo: tuple[dict[str, Any], Restoration] | None = None
+        """How a harness has sent this answer back in other words, and what that lacked."""
+
+    def child(self, message: dict[str, Any]) -> "_Node | None":
+        for node in self.children:
+            if node.message is message or node.message == message:
+                return node
+        return None
+
+    def may_be_of(self, reference: str | None) -> bool:
+        """Whether this is no answer of another completion than the one referred to."""
+        return (
+            reference is None
+            or not self.answers
+            or any(answer.completion_id == reference for answer in self.answers)
+        )
+
+
+class Place:
+    """Where a request stands in the tree; its messages and tools are the stored objects if equal."""
+
+    __slots__ = ("messages", "parent", "path", "shared", "tools", "toolset")
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        toolset: int,
+        path: list[_Node],
+        parent: Completion | None,
+        shared: int,
+    ) -> None:
+        self.messages = messages
+        self.tools = tools
+        self.toolset = toolset
+        self.path = path
+        self.parent = parent
+        self.shared = shared
+
+
+class MessageTree:
+    def __init__(self) -> None:
+        self._root = _Node({})
+        self._toolsets: list[list[dict[str, Any]] | None] = []
+        self._said: dict[str, _Node] = {}
+        """Completion id -> where it was said."""
+        self._recorded: dict[int, _Node] = {}
+        """`id` of a recorded message, which lives as long as the tree -> where it was said."""
+        self._called: dict[str, list[Completion]] = {}
+        """Call id -> the completions that handed it out: some engines count from 0 in each."""
+
+    def find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
+        toolset = self._intern(tools)
+        path: list[_Node] = []
+        parent: Completion | None = None
+        shared = 0
+        node = self._root
+        for message in messages:
+            found = node.child(message)
+            if found is None:
+                break
+            node = found
+            path.append(node)
+            if toolset in node.latest:
+                parent, shared = node.latest[toolset], len(path)
+        if parent is None and path:
+            parent = max(node.latest.values(), key=lambda completion: completion.index)
+            shared = len(path)
+        return Place(
+            messages=[*(node.message for node in path), *messages[len(path) :]],
+            tools=self._toolsets[toolset],
+            toolset=toolset,
+            path=path,
+            parent=parent,
+            shared=shared,
+        )
+
+    def insert(self, place: Place, completion: Completion) -> None:
+        node = place.path[-1] if place.path else self._root
+        for message in place.messages[len(place.path) :]:
+            node = self._grown(node, message)
+            place.path.append(node)
+        said = self._grown(node, completion.response_message)
+        if not said.answers:
+            self._recorded[id(said.message)] = said
+        said.answers.append(completion)
+        for sibling in node.children:
+            sibling.echo = None  # may be that of the new answer as well
+        self._said[completion.completion_id] = said
+        for call in completion.response_message.get("tool_calls", ()):
+            if call["id"]:
+                self._called.setdefault(call["id"], []).append(completion)
+        place.path.append(said)
+        for node in place.path:
+            node.latest[place.toolset] = completion
+
+    def _grown(self, node: _Node, message: dict[str, Any]) -> _Node:
+        found = node.child(message)
+        if found is None:
+            found = _Node(message)
+            node.children.append(found)
+            if (said := self._recorded.get(id(message))) is not None:
+                found.answers = said.answers
+        return found
+
+    def restored(self, request: ModelRequest) -> ModelRequest:
+        """The request with recorded answers in place of their echoes, and every message that is
+        known already as the stored object, so that `find` need not compare them again."""
+        sent = request.messages
+        messages: list[dict[str, Any]] = []
+        notes: list[str] = []
+        call_ids: list[tuple[str, str]] = []
+        node: _Node | None = self._root
+        for index, message in enumerate(sent):
+            if message["role"] == "assistant":
+                reference = request.answers.get(index)
+                found = None if node is None else node.child(message)
+                call_ids = []
+                if found is None or not found.may_be_of(reference):
+                    following = sent[index + 1] if index + 1 < len(sent) else None
+                    recalled = self._recall(node, message, following, reference, request.tools)
+                    if recalled is not None:
+                        found, restoration, phrases = recalled
+                        notes += phrases
+                        call_ids = list(restoration.call_ids)
+            else:
+                if call_ids and message["role"] == "tool":
+                    message = _reissued(message, call_ids)
+                found = None if node is None else node.child(message)
+            messages.append(message if found is None else found.message)
+            node = found
+        if notes:
+            notes = list(dict.fromkeys([*request.notes, *notes]))
+        return msgspec.structs.replace(request, messages=messages, notes=notes or request.notes)
+
+    def _recall(
+        self,
+        before: _Node | None,
+        echo: dict[str, Any],
+        following: dict[str, Any] | None,
+        reference: str | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> "tuple[_Node, Restoration, tuple[str, ...]] | None":
+        """The answer that `echo`, said behind `before`, is an echo of."""
+        here = [] if before is None else [node for node in before.children if node.answers]
+        for node in here:
+            if node.echo is not None and node.echo[0] == echo and node.may_be_of(reference):
+                return node, node.echo[1], node.echo[1].notes
+        candidates = []
+        places = {id(answer): node for node in here for answer in node.answers}
+        for completion in self._suspects(echo, here, reference):
+            found = restore.restoration(echo, completion.response_message, tools)
+            if found is not None:
+                node = places.get(id(completion), self._said[completion.completion_id])
+                goes_on = following is not None and (
+                    node.child(_reissued(following, list(found.call_ids))) is not None
+                )
+                candidates.append(Candidate(completion, found, id(completion) in places, goes_on))
+        if not candidates:
+            return None
+        chosen, ambiguous = restore.choose(candidates)
+        node = places.get(id(chosen.completion), self._said[chosen.completion.completion_id])
+        if ambiguous:
+            return node, chosen.restoration, (*chosen.restoration.notes, AMBIGUOUS)
+        if chosen.in_place:
+            node.echo = echo, chosen.restoration
+        return node, chosen.restoration, chosen.restoration.notes
+
+    def _suspects(
+        self, echo: dict[str, Any], here: list[_Node], reference: str | None
+    ) -> list[Completion]:
+        """The answers that the strongest evidence there is allows."""
+        if reference is not None and reference in self._said:
+            return self._said[reference].answers
+        for call in echo.get("tool_calls", ()):
+            if call["id"] in self._called:
+                return self._called[call["id"]]
+        return [answer for node in here for answer in node.answers]
+
+    def _intern(self, tools: list[dict[str, Any]] | None) -> int:
+        for number, known in enumerate(self._toolsets):
+            if known == tools:
+                return number
+        self._toolsets.append(tools)
+        return len(self._toolsets) - 1
+
+
+def _reissued(message: dict[str, Any], call_ids: list[tuple[str, str]]) -> dict[str, Any]:
+    """A tool message with the recorded id of its call; takes the pair out of `call_ids`."""
+    for number, (theirs, ours) in enumerate(call_ids):
+        if message.get("tool_call_id") == theirs:
+            del call_ids[number]
+            return {**message, "tool_call_id": ours}
+    return message
