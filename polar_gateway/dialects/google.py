@@ -5,7 +5,6 @@ is streamed are in the URL.
 """
 
 import base64
-import binascii
 import itertools
 import re
 from collections.abc import Mapping
@@ -216,7 +215,7 @@ def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
     if schema is None and config.get("responseSchema") is not None:
         schema = _json_schema(config["responseSchema"])
     if schema is not None:
-        return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+        return shared.schema_format(schema)
     return {"type": "json_object"} if kind == "application/json" else None
 
 
@@ -397,9 +396,6 @@ def _answers(
     return answers
 
 
-_OURS = re.compile(rb"msg_[0-9a-f]{12}")
-
-
 def _signature(completion_id: str) -> str:
     """What this API's clients keep with a part and send back: bytes, as base64."""
     return base64.b64encode(completion_id.encode()).decode()
@@ -408,13 +404,12 @@ def _signature(completion_id: str) -> str:
 def _completion_of(signature: Any) -> str | None:
     """The completion that a signature names; None for another's, and for the placeholders that
     harnesses put where they have none."""
-    if not isinstance(signature, str) or len(signature) > 64:
+    if not isinstance(signature, str):
         return None
     try:
-        named = base64.b64decode(signature, validate=True)
-    except (binascii.Error, ValueError):
+        return shared.completion_reference(base64.b64decode(signature, validate=True).decode())
+    except ValueError:
         return None
-    return named.decode() if _OURS.fullmatch(named) else None
 
 
 def _kind(part: dict[str, Any]) -> str:
@@ -438,21 +433,15 @@ def _media(part: dict[str, Any], field: str) -> dict[str, Any]:
         case str(encoded), None:
             if media_type.startswith("image/"):
                 return shared.image_part(f"data:{media_type};base64,{encoded}")
-            if media_type.startswith("text/") or media_type == "application/json":
-                return shared.text_part(_document_text(encoded, f"{field}.inlineData.data"))
+            title = string(data.get("displayName"), f"{field}.displayName")
+            text = shared.decoded_text(media_type, encoded, field)
+            return shared.text_part(shared.document_text(title, text))
         case None, str(url):
             if media_type.startswith("image/") and url.startswith(("https://", "http://")):
                 return shared.image_part(url)
     raise UnsupportedRequestError(
-        field, f"only images and documents of plain text are supported, not {media_type!r}"
+        field, "only images, and files of plain text as inlineData, are supported"
     )
-
-
-def _document_text(encoded: str, field: str) -> str:
-    try:
-        return base64.b64decode(encoded).decode()
-    except ValueError as error:
-        raise UnsupportedRequestError(field, "must be text in UTF-8, as base64") from error
 
 
 _UNPARSED = "__unparsedToolInput"
