@@ -71,11 +71,12 @@ def overflow_message(said: str, prompt: int | None = None) -> str:
     """vLLM's sentence, with the numbers in front in the words that Claude Code compacts by; other
     agents know the sentence itself. `prompt` is the true length where vLLM stopped counting."""
     limit, asked = _LIMIT.search(said), _ASKED.search(said)
-    if limit is None or asked is None:
+    if limit is None:
         return said
-    return (
-        f"prompt is too long: {prompt or asked[1]} tokens > {limit[1] or limit[2]} maximum. {said}"
-    )
+    most = int(limit[1] or limit[2])
+    if prompt is None:
+        prompt = int(asked[1]) if asked else most + 1
+    return f"prompt is too long: {prompt} tokens > {most} maximum. {said}"
 
 
 def is_uncounted(error: EngineError) -> bool:

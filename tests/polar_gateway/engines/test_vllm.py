@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from polar_gateway.dialects.turn import (
@@ -18,9 +19,8 @@ from polar_gateway.dialects.turn import (
     TurnEvent,
 )
 from polar_gateway.engines.base import EngineError, EngineReply
-from polar_gateway.engines.refusals import error_of
 from polar_gateway.engines.vllm import Vllm
-from polar_gateway.testing.engine import ScriptedEngine
+from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.serve import serve
 from tests.polar_gateway.engines.servers import PAUSE, Answers, recording, sse
 
@@ -234,6 +234,46 @@ async def test_sampled_so_far_gives_each_token_once() -> None:
         assert len(stream.sampled_so_far()[0]) == 0
 
 
+async def test_only_tokens_whose_events_were_handed_out_count_as_such() -> None:
+    chunks = [
+        [FIRST, said("a", 1, 2), said("", 3)],
+        [said("b", 4), said("c", 5, 6)],
+        [said("", 7, finish_reason="stop"), "[DONE]"],
+    ]
+    app = Answers([piece for chunk in chunks for piece in (sse(chunk), PAUSE)])
+    async with vllm_at(app) as engine:
+        stream = await engine.stream(HI, "msg_1")
+        counts = [stream.sampled_tokens]
+        counts += [stream.sampled_tokens async for _ in stream]
+        counts.append(stream.sampled_tokens)
+        await stream.aclose()
+    # The third token may be markup, of which nobody has seen anything when "a" is there.
+    assert counts == [0, 2, 6, 7, 7]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_a_block_knows_whether_the_output_limit_cut_it(reason: str) -> None:
+    thought = {"choices": [{"delta": {"reasoning": "hm"}, "token_ids": [1]}]}
+    events, _ = await streamed(
+        Answers([sse([FIRST, thought, said("a", 2, finish_reason=reason), "[DONE]"])])
+    )
+    ends = [event.cut for event in events if isinstance(event, BlockEnd)]
+    assert ends == [False, reason == "length"]
+
+
+async def test_tokens_that_come_with_reasoning_are_counted_where_the_engine_does_not_say() -> None:
+    chunks = [
+        FIRST,
+        {"choices": [{"delta": {"reasoning": "hm"}, "token_ids": [1, 2]}]},
+        {"choices": [{"delta": {}, "token_ids": [3]}]},
+        said("a", 4, finish_reason="stop"),
+        {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}},
+        "[DONE]",
+    ]
+    _, reply = await streamed(Answers([sse(chunks)]))
+    assert (reply.usage.completion_tokens, reply.usage.reasoning_tokens) == (4, 2)
+
+
 # ---- what cannot be trusted ----
 
 
@@ -285,17 +325,71 @@ async def test_an_abort_is_an_error_and_not_a_turn() -> None:
     with pytest.raises(EngineError, match="aborted the generation") as raised:
         await completed(Answers.recorded("abort_inflight"))
     assert raised.value.infra
+    assert raised.value.again
     assert raised.value.kind.code == "overloaded"
 
 
-async def test_an_error_inside_a_stream_ends_it() -> None:
-    text, *rest = recording("engine_killed_inflight_stream")["events"]
-    app = Answers([sse([text]), PAUSE, sse(rest)])
-    with pytest.raises(EngineError, match="EngineCore encountered an issue") as raised:
-        await streamed(app)
-    assert raised.value.infra
-    assert raised.value.kind.status == 500
+def said(text: str, *ids: int, **choice: Any) -> dict[str, Any]:
+    """A chunk with a piece of text and its tokens."""
+    entries = [{"logprob": -1.0} for _ in ids]
+    return {
+        "choices": [
+            {
+                "delta": {"content": text},
+                "token_ids": list(ids),
+                "logprobs": {"content": entries},
+                **choice,
+            }
+        ]
+    }
+
+
+FIRST = {"prompt_token_ids": [7, 8], "choices": [{"delta": {"role": "assistant"}}]}
+FAILED = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
+
+
+@pytest.mark.parametrize(
+    ("rest", "why"),
+    [
+        ([said("", 3, finish_reason="abort"), "[DONE]"], "aborted the generation"),
+        ([said("", 3, finish_reason="error"), "[DONE]"], "aborted the generation"),
+        ([said("", 3), FAILED, "[DONE]"], "EngineCore encountered an issue"),
+        ([said("", 3)], "broke off"),
+        ([said("", 3), "[DONE]"], "broke off"),
+        ([said("", 3), "{oops"], "cannot be read"),
+    ],
+    ids=["abort", "error", "in-band", "cut", "no reason", "garbled"],
+)
+async def test_what_breaks_off_in_mid_stream_is_no_turn_and_leaves_what_there_was(
+    rest: list[Any], why: str
+) -> None:
+    app = Answers([sse([FIRST, said("Half", 1, 2)]), PAUSE, sse(rest)])
+    async with vllm_at(app) as engine:
+        stream = await engine.stream(HI, "msg_1")
+        events: list[TurnEvent] = []
+        try:
+            async for batch in stream:
+                events += batch
+        except EngineError as error:
+            raised = error
+        await stream.aclose()
+        reply = stream.reply
+    assert why in str(raised)
+    assert (raised.again, raised.infra) == (True, True)
+    assert events == [BlockStart(kind="text"), BlockDelta(text="Half")]
+    assert stream.sampled_tokens == 2
+    assert reply.prompt_ids == array("i", [7, 8])
+    assert reply.sampled_ids == array("i", [1, 2, 3])
+    assert reply.finish_reason is None
     assert len(app.requests) == 1, "text was handed on, so it must not be sampled again"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_stream_that_is_aborted_before_its_first_event_is_not_begun(reason: str) -> None:
+    app = Answers([sse([FIRST, said("", 1, finish_reason=reason), "[DONE]"])])
+    with pytest.raises(EngineError, match="aborted the generation") as raised:
+        await streamed(app)
+    assert raised.value.again
 
 
 async def test_a_refusal_that_comes_inside_a_stream_is_the_requests_fault() -> None:
@@ -380,22 +474,83 @@ async def test_a_busy_or_broken_engine_is_asked_once_and_may_be_asked_again(
         assert len(app.requests) == asked
 
 
-@pytest.mark.parametrize(
-    ("status", "header", "seconds"),
-    [(429, "7", 7), (503, "30", 30), (429, "Wed, 21 Oct 2026 07:28:00 GMT", None), (503, "", None)],
-)
-def test_a_busy_engine_may_say_when_to_come_back(
-    status: int, header: str, seconds: int | None
-) -> None:
-    kind = error_of(status, b'{"error":{"message":"10.0.0.7 is full"}}', header).kind
-    assert (kind.status, kind.code, kind.retry_after) == (503, "overloaded", seconds)
-    assert kind.message == "the engine is busy", "which hosts there are is the operator's business"
-
-
 async def test_a_stream_that_fails_before_its_first_event_may_be_asked_for_again() -> None:
     with pytest.raises(EngineError) as raised:
         await streamed(Answers([sse(recording("engine_killed_inflight_stream")["events"][1:])]))
     assert raised.value.again
+
+
+def tight(limit: int, prompt: int) -> dict[str, Any]:
+    message = (
+        f"'max_tokens' or 'max_completion_tokens' is too large: 900. This model's maximum context "
+        f"length is {limit} tokens and your request has {prompt} input tokens."
+    )
+    return {"error": {"message": message, "code": 400}}
+
+
+MUCH = msgspec.structs.replace(HI, max_tokens=900)
+
+
+async def test_more_output_than_there_is_room_for_is_asked_for_again_as_what_there_is() -> None:
+    good = recording("stop_string_midtoken")["response"]
+    app = Answers((400, tight(1000, 300)), (200, good))
+    async with vllm_at(app) as engine:
+        reply = await engine.complete(MUCH, "msg_1")
+    assert [asked["max_tokens"] for asked in app.requests] == [900, 700]
+    assert reply.notes == ["max_tokens: 700 instead of 900, which is the room left"]
+    app = Answers((400, tight(1000, 300)), [sse(recording("scripted_stream")["events"])])
+    async with vllm_at(app) as engine:
+        stream = await engine.stream(MUCH, "msg_1")
+        async for _ in stream:
+            pass
+        await stream.aclose()
+    assert app.requests[1]["max_tokens"] == 700
+    assert stream.reply.notes == reply.notes
+
+
+async def test_it_is_asked_for_less_only_once() -> None:
+    app = Answers((400, tight(1000, 300)))
+    async with vllm_at(app) as engine:
+        try:
+            await engine.complete(MUCH, "msg_1")
+        except EngineError as error:
+            raised = error
+    assert raised.kind.code == "context_overflow"
+    assert len(app.requests) == 2
+
+
+@pytest.mark.parametrize("ask", ["complete", "stream"])
+async def test_where_the_engine_did_not_count_the_prompt_is_counted(ask: str) -> None:
+    async with ScriptedEngine(strict_limits=True, max_model_len=1000) as scripted:
+        engine = Vllm(scripted.url, model="tiny")
+        counted = await engine.count_tokens(HI)
+        asked = msgspec.structs.replace(HI, max_tokens=1000)
+        said = await getattr(engine, ask)(asked, "msg_1")
+        if ask == "stream":
+            async for _ in said:
+                pass
+            said = said.reply
+        await engine.aclose()
+    left = 1000 - counted
+    assert said.notes == [f"max_tokens: {left} instead of 1000, which is the room left"]
+    assert scripted.calls[-1].request["max_tokens"] == left
+
+
+async def test_a_prompt_that_leaves_no_room_overflows_whatever_output_was_asked_for() -> None:
+    words = ModelRequest(
+        model="m", messages=[{"role": "user", "content": "word " * 2000}], max_tokens=100
+    )
+    async with ScriptedEngine(strict_limits=True, max_model_len=1000) as scripted:
+        engine = Vllm(scripted.url, model="tiny")
+        length = await engine.count_tokens(words)
+        try:
+            await engine.complete(words, "msg_1")
+        except EngineError as error:
+            raised = error
+        await engine.aclose()
+    assert raised.kind.code == "context_overflow"
+    assert length > 2000
+    assert raised.kind.message.startswith(f"prompt is too long: {length} tokens > 1000 maximum. ")
 
 
 async def test_an_engine_that_is_not_there_is_said_to_be_unreachable() -> None:
@@ -436,6 +591,36 @@ async def test_a_pooled_connection_that_was_closed_meanwhile_costs_nothing() -> 
             assert len((await engine.complete(HI, "msg_1")).sampled_ids) == 5
         await engine.aclose()
     assert connections == 3
+
+
+async def test_a_connection_that_ends_without_a_word_is_worth_one_more_at_once() -> None:
+    async with ScriptedEngine(faults=[Fault(hang_up=True)]) as scripted:
+        engine = Vllm(scripted.url, model="tiny")
+        assert not (await engine.complete(HI, "msg_1")).findings
+        scripted.faults = [Fault(hang_up=True, times=2)]
+        try:
+            await engine.complete(HI, "msg_2")
+        except EngineError as error:
+            raised = error
+        await engine.aclose()
+    assert scripted.total_calls == 4
+    assert raised.again
+    assert "127.0.0.1" not in raised.kind.message
+
+
+async def test_an_engine_that_died_is_asked_again_once_it_is_back() -> None:
+    async with ScriptedEngine() as scripted:
+        engine = Vllm(scripted.url, model="tiny")
+        await engine.complete(HI, "msg_1")
+        await scripted.die()
+        try:
+            await engine.complete(HI, "msg_2")
+        except EngineError as error:
+            raised = error
+        await scripted.revive()
+        assert not (await engine.complete(HI, "msg_2")).findings
+        await engine.aclose()
+    assert raised.again
 
 
 async def test_closing_a_stream_tells_the_engine_to_stop() -> None:
@@ -517,63 +702,6 @@ async def test_without_a_name_the_first_model_listed_is_asked() -> None:
 
 # ---- probing, and a server with a real template ----
 
-
-async def test_a_probe_says_what_the_engine_is() -> None:
-    async with ScriptedEngine(max_model_len=4096) as scripted:
-        engine = Vllm(scripted.url + "/v1/")
-        probe = await engine.probe()
-        im_end = await engine.count_tokens(HI)
-        await engine.aclose()
-    assert (probe.engine, probe.model, probe.version) == ("vllm", "tiny", "scripted-1")
-    assert probe.max_model_len == 4096
-    assert probe.token_ids
-    assert probe.problems == []
-    assert probe.end_of_turn_ids == [scripted.tokenizer.encode("<|im_end|>")[0]]
-    assert im_end > 0
-
-
-async def test_a_probe_names_what_training_cannot_do_without() -> None:
-    async with ScriptedEngine() as scripted:
-        engine = Vllm(scripted.url, model="other")
-        missing = await engine.probe()
-        await engine.aclose()
-    assert missing.problems == ["it does not serve 'other' but tiny"]
-    no_ids = {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]}
-    app = Answers(
-        (200, {"version": "0.6"}), (200, {"data": [{"id": "tiny"}]}), (200, no_ids), (404, {})
-    )
-    async with vllm_at(app) as engine:
-        blind = await engine.probe()
-    assert not blind.token_ids
-    assert "without trustworthy tokens (prompt_ids_missing, ids_missing)" in blind.problems[0]
-    assert blind.end_of_turn_ids == []
-    async with vllm_at(Answers((404, b"nothing here"))) as engine:
-        stranger = await engine.probe()
-    assert stranger.problems == [
-        "it does not answer as a vLLM would: the engine answered 404: nothing here"
-    ]
-
-
-async def test_a_probe_of_a_server_that_is_not_there_yet_raises() -> None:
-    async with serve(Answers((200, {}))) as url:
-        pass
-    engine = Vllm(url)
-    with pytest.raises(EngineError, match="cannot be reached"):
-        await engine.probe()
-    await engine.aclose()
-
-
-async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
-    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
-    request = ModelRequest(model="m", messages=HI.messages, tools=tools)
-    async with ScriptedEngine() as scripted:
-        engine = Vllm(scripted.url)
-        counted = await engine.count_tokens(request)
-        reply = await engine.complete(request, "msg_1")
-        await engine.aclose()
-    assert counted == len(reply.prompt_ids) == reply.usage.prompt_tokens
-
-
 SHORT = {
     "prompt_token_ids": [4, 5, 6],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1},
@@ -609,6 +737,133 @@ def probed(
         TOKENIZED,
         *later,
     )
+
+
+async def test_a_probe_says_what_the_engine_is() -> None:
+    async with ScriptedEngine(max_model_len=4096) as scripted:
+        engine = Vllm(scripted.url + "/v1/")
+        probe = await engine.probe()
+        im_end = await engine.count_tokens(HI)
+        await engine.aclose()
+    assert (probe.engine, probe.model, probe.version) == ("vllm", "tiny", "scripted-1")
+    assert probe.max_model_len == 4096
+    assert probe.token_ids
+    assert probe.stream_ids
+    assert probe.problems == []
+    assert probe.notes == []
+    assert probe.end_of_turn_ids == [scripted.tokenizer.encode("<|im_end|>")[0]]
+    assert im_end > 0
+
+
+async def test_a_probe_names_what_training_cannot_do_without() -> None:
+    async with ScriptedEngine() as scripted:
+        engine = Vllm(scripted.url, model="other")
+        missing = await engine.probe()
+        await engine.aclose()
+    assert missing.problems == ["it does not serve 'other' but tiny"]
+    no_ids = {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]}
+    app = Answers(
+        (200, {"version": "0.6"}), (200, {"data": [{"id": "tiny"}]}), (200, no_ids), (404, {})
+    )
+    async with vllm_at(app) as engine:
+        blind = await engine.probe()
+    assert not blind.token_ids
+    assert "without trustworthy tokens (prompt_ids_missing, ids_missing)" in blind.problems[0]
+    assert blind.end_of_turn_ids == []
+    async with vllm_at(Answers((404, b"nothing here"))) as engine:
+        stranger = await engine.probe()
+    assert stranger.problems == [
+        "it does not answer as a vLLM would: the engine answered 404: nothing here"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("streamed", "why"),
+    [
+        (
+            [
+                STREAMED[0],
+                {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]},
+                "[DONE]",
+            ],
+            "ids_missing",
+        ),
+        ([{**STREAMED[0], "prompt_token_ids": [4, 5, 5]}, *STREAMED[1:]], "the prompt's ids"),
+        ((400, {"error": {"message": "no streams"}}), "no streams"),
+    ],
+    ids=["no ids", "another prompt", "refused"],
+)
+async def test_where_streams_lack_what_whole_answers_have_the_latter_are_asked_for(
+    streamed: Any, why: str
+) -> None:
+    app = probed((200, SHORT), streamed=streamed)
+    async with vllm_at(app) as engine:
+        probe = await engine.probe()
+        stream = await engine.stream(HI, "msg_1")
+        events = [event async for batch in stream for event in batch]
+        await stream.aclose()
+    assert (probe.token_ids, probe.stream_ids, probe.problems) == (True, False, [])
+    assert "streamed answers are asked for whole" in probe.notes[0]
+    assert why in probe.notes[0]
+    assert events == [BlockStart(kind="text"), BlockDelta(text="x"), BlockEnd(cut=True)]
+    assert app.requests[-1]["stream"] is False
+    assert stream.reply.sampled_ids == array("i", [1])
+
+
+async def test_an_engine_that_cannot_parse_calls_is_probed_without_tools() -> None:
+    refused = (400, {"error": {"message": "tool choice requires --enable-auto-tool-choice"}})
+    models = (200, {"data": [{"id": "tiny"}]})
+    app = Answers(
+        (200, {"version": "0.32"}), models, refused, (200, SHORT), [sse(STREAMED)], (404, {})
+    )
+    async with vllm_at(app) as engine:
+        probe = await engine.probe()
+    assert (probe.token_ids, probe.stream_ids, probe.problems) == (True, True, [])
+    assert probe.notes == [
+        "it refuses calls that offer tools: tool choice requires --enable-auto-tool-choice"
+    ]
+
+
+async def test_a_stream_that_lost_ids_is_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedEngine() as scripted:
+        engine = Vllm(scripted.url)
+        assert (await engine.probe()).stream_ids
+        scripted.lossy_streams = True
+        replies = []
+        for number in range(3):
+            stream = await engine.stream(HI, f"msg_{number}")
+            async for _ in stream:
+                pass
+            await stream.aclose()
+            replies.append(stream.reply)
+        await engine.aclose()
+        asked = [call.request["stream"] for call in list(scripted.calls)[-3:]]
+    assert asked == [True, False, False]
+    assert "ids_usage_mismatch" in replies[0].findings
+    assert [reply.findings for reply in replies[1:]] == [[], []]
+    assert not engine.stream_ids
+    [warning] = [record for record in caplog.records if "loses token data" in record.message]
+    assert "ids_usage_mismatch" in warning.message
+
+
+async def test_a_probe_of_a_server_that_is_not_there_yet_raises() -> None:
+    async with serve(Answers((200, {}))) as url:
+        pass
+    engine = Vllm(url)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await engine.probe()
+    await engine.aclose()
+
+
+async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+    request = ModelRequest(model="m", messages=HI.messages, tools=tools)
+    async with ScriptedEngine() as scripted:
+        engine = Vllm(scripted.url)
+        counted = await engine.count_tokens(request)
+        reply = await engine.complete(request, "msg_1")
+        await engine.aclose()
+    assert counted == len(reply.prompt_ids) == reply.usage.prompt_tokens
 
 
 RENDERED = (200, {"token_ids": [4, 5, 6]})
