@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from polar_gateway.dialects import openai
-from polar_gateway.dialects.responses_tools import CustomInput, call_item
+from polar_gateway.dialects.custom_tools import CustomInput
+from polar_gateway.dialects.responses_tools import call_item
 from polar_gateway.dialects.sse import EVENT_STREAM, json_bytes
 from polar_gateway.dialects.turn import (
     Block,

@@ -6,13 +6,13 @@ function: `function`, `custom` (one text), a `namespace` of those, `local_shell`
 execute (web search, code interpreter, ...) is dropped with a note.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from polar_gateway.dialects import messages as shared
+from polar_gateway.dialects.custom_tools import custom_arguments, custom_function, custom_input
 from polar_gateway.dialects.messages import mapping, note, objects, string
 from polar_gateway.dialects.turn import Call, ModelRequest, UnsupportedRequestError
 
@@ -120,10 +120,6 @@ OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS) - {"tool_search_call_out
 SEARCH_OUTPUT = "tool_search_output"
 """Brings tools instead of content."""
 
-_CUSTOM_PARAMETERS = _object(
-    ["input"], input={"type": "string", "description": "The tool's input as plain text."}
-)
-
 
 def _search_arguments(given: Any, field: str) -> dict[str, Any]:
     """An object by the API's documentation; some harnesses spell it out."""
@@ -218,8 +214,7 @@ class Tools:
             arguments = shared.compact_json(_BUILT_IN[kind].to_arguments(item, field))
             return shared.tool_call(call_id, self.engine_name(None, kind), arguments)
         if kind == "custom":
-            text = string(item.get("input"), f"{field}.input")
-            arguments = shared.compact_json({"input": text})
+            arguments = custom_arguments(string(item.get("input"), f"{field}.input"))
         else:
             arguments = string(item.get("arguments"), f"{field}.arguments")
         namespace = string(item.get("namespace"), f"{field}.namespace")
@@ -289,12 +284,9 @@ def _function(tool: dict[str, Any], kind: str, name: str, field: str) -> dict[st
         parameters = tool.get("parameters") or built_in.parameters
         return shared.function_tool(name, description or built_in.description, parameters)
     if kind == "custom":
-        grammar = mapping(tool.get("format"), f"{field}.format")
-        if grammar.get("type") == "grammar":
-            # The engine is not held to the grammar, so the model must at least be told of it.
-            syntax, definition = grammar.get("syntax"), grammar.get("definition")
-            description = f"{description}\n\nThe input follows this {syntax} grammar:\n{definition}"
-        return shared.function_tool(name, description.strip(), _CUSTOM_PARAMETERS)
+        given = mapping(tool.get("format"), f"{field}.format")
+        grammar = given if given.get("type") == "grammar" else {}
+        return custom_function(name, description, grammar)
     strict = bool(tool.get("strict"))
     return shared.function_tool(name, description, tool.get("parameters"), strict=strict)
 
@@ -355,95 +347,3 @@ def arguments_of(spelled: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_LONGEST_OPENING = 64
-_PIECES = re.compile(
-    r'(?:[^"\\]+'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
-    r"|\\[^u])*+",
-    re.DOTALL,
-)
-_UNFINISHED = re.compile(r"\\(?:u[0-9a-fA-F]{0,4}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z")
-_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u....|u....|.)", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
-
-
-class CustomInput:
-    """The text of a custom tool, out of its arguments `{"input": "..."}` as they come.
-
-    Arguments in another form are the text themselves, and an escape that JSON does not know stays as
-    it is: a model that spelled its patch badly meant something, and its harness can say what is wrong.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._take: Callable[[], str] = self._opening
-
-    def feed(self, text: str) -> str:
-        """What more arguments add to the text."""
-        self._held += text
-        return self._take()
-
-    def close(self) -> str:
-        """What was held back in case more came."""
-        rest, self._held = self._held, ""
-        return "" if self._take == self._behind else rest
-
-    def _opening(self) -> str:
-        opening = _OPENING.match(self._held)
-        if opening is not None:
-            self._held = self._held[opening.end() :]
-            self._take = self._inside
-        elif len(self._held) < _LONGEST_OPENING and '{"input":"'.startswith(
-            "".join(self._held.split())
-        ):
-            return ""
-        else:
-            self._take = self._as_it_is
-        return self._take()
-
-    def _as_it_is(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-    def _behind(self) -> str:
-        self._held = ""
-        return ""
-
-    def _inside(self) -> str:
-        read, at = [], 0
-        while True:
-            pieces = _PIECES.match(self._held, at)
-            assert pieces is not None  # it matches the empty text
-            read.append(_unescaped(pieces[0]))
-            at = pieces.end()
-            if at == len(self._held) or _UNFINISHED.match(self._held, at):
-                self._held = self._held[at:]
-                break
-            if self._held[at] == '"':
-                self._take = self._behind
-                self._held = ""
-                break
-            read.append("\\")
-            at += 1
-        return "".join(read)
-
-
-def custom_input(arguments: str) -> str:
-    whole = CustomInput()
-    return whole.feed(arguments) + whole.close()
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(_unescape, text) if "\\" in text else text
-
-
-def _unescape(escape: re.Match[str]) -> str:
-    text = escape[0]
-    if text[1] == "u":
-        decoded: str = msgspec.json.decode(f'"{text}"')
-        return decoded
-    return _ESCAPED.get(text[1], text)
