@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from polar_gateway.dialects import messages as shared
+from polar_gateway.dialects.anthropic_tools import as_function
 from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
 from polar_gateway.dialects.sse import EVENT_STREAM, event, json_bytes
 from polar_gateway.dialects.turn import (
@@ -42,19 +43,27 @@ FIELDS: dict[str, Treatment] = {
     "top_k": "translated",
     "stop_sequences": "translated",
     "thinking": "translated",
+    "output_config": "translated",
+    "output_format": "translated",
     "stream": "answered",
     "metadata": "ignored",
     "service_tier": "ignored",
+    "speed": "ignored",
     "betas": "ignored",
     "inference_geo": "ignored",
     "cache_control": "ignored",
+    "diagnostics": "ignored",
+    "user_profile_id": "ignored",
+    "workspace_id": "ignored",
     "context_management": "noted",
-    "output_config": "noted",
+    "fallbacks": "noted",
 }
 
 REFUSED = {
     "mcp_servers": "the model behind this endpoint cannot call MCP servers by itself",
     "container": "there is no code execution container behind this endpoint",
+    "compaction": "this endpoint does not compact; ask for a summary in a message",
+    "thread": "this endpoint keeps no threads; send the whole conversation",
 }
 
 _BILLING = "x-anthropic-billing-header"
@@ -78,17 +87,20 @@ def match(
                 return Match("models")
             if method == "HEAD":
                 return Match("probe")
+            if "/models/" in path:
+                return Match("model", {"model": path.partition("/models/")[2]})
     return None
 
 
 def normalise(body: dict[str, Any]) -> ModelRequest:
-    conversation = Conversation()
-    notes = conversation.notes
+    history = _History()
+    conversation, notes = history.conversation, history.conversation.notes
     shared.screen(body, FIELDS, REFUSED, notes)
-    conversation.system(_system_text(body.get("system"), notes))
+    conversation.system(_system_text(body.get("system")))
     for index, message in enumerate(objects(body.get("messages"), "messages")):
-        _add_message(conversation, message, f"messages[{index}]")
-    if conversation.ends_with_assistant:
+        history.add(message, f"messages[{index}]")
+    # Only a call has a limit: what is counted is not continued, so it may end anyhow.
+    if conversation.ends_with_assistant and "max_tokens" in body:
         raise UnsupportedRequestError(
             "messages",
             "this model does not support assistant message prefill; the conversation must end with a user message",
@@ -101,145 +113,279 @@ def normalise(body: dict[str, Any]) -> ModelRequest:
     }
     if body.get("stop_sequences"):
         sampling["stop"] = body["stop_sequences"]
-    disabled = mapping(body.get("thinking"), "thinking").get("type") == "disabled"
-    tools = _tools(body.get("tools"), notes)
-    tool_choice, parallel = _tool_choice(body.get("tool_choice"), tools, notes)
+    thinking = mapping(body.get("thinking"), "thinking")
+    if thinking.get("budget_tokens") is not None:
+        note(notes, "thinking.budget_tokens ignored")
+    tools = history.tools(body.get("tools"))
+    tool_choice, parallel = _tool_choice(body, tools, notes)
     return ModelRequest(
         model=shared.model_name(body),
         messages=conversation.finish(),
+        answers=conversation.answers,
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         max_tokens=shared.count(body.get("max_tokens"), "max_tokens"),
         sampling=sampling,
-        template_kwargs={"enable_thinking": False} if disabled else {},
+        response_format=_response_format(body, notes),
+        template_kwargs={"enable_thinking": False} if thinking.get("type") == "disabled" else {},
         stream=bool(body.get("stream")),
         notes=notes,
     )
 
 
-def _system_text(system: Any, notes: list[str]) -> str:
-    """The system prompt without the billing line, which differs between conversations and is not
-    meant for the model."""
-    if system is None:
-        return ""
-    if isinstance(system, str):
-        if system.startswith(_BILLING):
-            return system.partition("\n")[2]
-        return system
+def _response_format(body: dict[str, Any], notes: list[str]) -> dict[str, Any] | None:
+    given, where = body.get("output_format"), "output_format"
+    for field, value in mapping(body.get("output_config"), "output_config").items():
+        if field == "format":
+            given, where = value, "output_config.format"
+        elif value is not None:
+            note(notes, f"output_config.{field} ignored")
+    match given:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": schema}:
+            return shared.schema_format(schema)
+    raise UnsupportedRequestError(where, "only json_schema with a schema is supported")
+
+
+def _system_text(system: Any) -> str:
+    if system is None or isinstance(system, str):
+        return _without_billing(system or "")
     texts = [
-        string(block.get("text"), f"system[{index}].text")
+        _without_billing(string(block.get("text"), f"system[{index}].text"))
         for index, block in enumerate(objects(system, "system"))
     ]
-    return _text(
-        shared.fold_parts(
-            [shared.text_part(text) for text in texts if not text.startswith(_BILLING)]
-        )
-    )
+    return "\n".join(text for text in texts if text)
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "\n".join(p.get("text", "") for p in content)
+def _without_billing(text: str) -> str:
+    """A system text without the line that says whom to bill: it differs between conversations and is
+    not meant for the model."""
+    while text.startswith(_BILLING):
+        text = text.partition("\n")[2].lstrip("\n")
+    return text
 
 
-def _add_message(conversation: Conversation, message: dict[str, Any], where: str) -> None:
-    role, content = message.get("role"), message.get("content")
-    if role == "assistant":
-        _add_assistant(conversation, content, where)
-    elif role == "user":
-        if isinstance(content, str):
-            conversation.user(content)
+class _History:
+    """This API's messages to the engine's, and what they say of the tools on the way."""
+
+    def __init__(self) -> None:
+        self.conversation = Conversation()
+        self._found: dict[str, dict[str, Any] | None] = {}
+        """Deferred tools that a search or the harness has brought, in order, with the definition
+        where it came along."""
+        self._withdrawn: set[str] = set()
+
+    def add(self, message: dict[str, Any], where: str) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role == "assistant":
+            self._add_assistant(content, where)
+        elif role == "user":
+            if isinstance(content, str):
+                self.conversation.user(content)
+            else:
+                self._add_user(objects(content, f"{where}.content"), where)
+        elif role == "system":
+            self._add_system(message, where)
         else:
-            _add_user(conversation, objects(content, f"{where}.content"), where)
-    elif role == "system":
-        conversation.system(_text(_content(conversation, content, f"{where}.content")))
-    else:
-        raise UnsupportedRequestError(
-            f"{where}.role", f"{role!r} is none of user, assistant, system"
-        )
+            raise UnsupportedRequestError(
+                f"{where}.role", f"{role!r} is none of user, assistant, system"
+            )
 
+    def _add_system(self, message: dict[str, Any], where: str) -> None:
+        """Texts, and changes of the tools, of which the model is told too."""
+        for field in ("clear_at", "output_config"):
+            if message.get(field) not in (None, "never"):
+                note(self.conversation.notes, f"{field} of a system message ignored")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            self.conversation.system(_without_billing(content or ""))
+            return
+        texts = []
+        for index, block in enumerate(objects(content, f"{where}.content")):
+            field = f"{where}.content[{index}]"
+            if block.get("type") in ("tool_addition", "tool_removal"):
+                texts.append(self._change_tools(block, field))
+                continue
+            part = self._part(block, field)
+            if part["type"] != "text":
+                raise UnsupportedRequestError(field, "a system message holds text only")
+            texts.append(_without_billing(part["text"]))
+        self.conversation.system("\n".join(text for text in texts if text))
 
-def _add_assistant(conversation: Conversation, content: Any, where: str) -> None:
-    if isinstance(content, str):
-        conversation.assistant(content, "", [])
-        return
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for index, block in enumerate(objects(content, f"{where}.content")):
-        field = f"{where}.content[{index}]"
+    def _change_tools(self, block: dict[str, Any], field: str) -> str:
+        """Heed a change of the tools; returns what the model is told of it."""
+        change = mapping(block.get("tool"), f"{field}.tool")
+        definition = None
+        match change.get("type"):
+            case "tool_reference":
+                changed = string(change.get("name"), f"{field}.tool.name")
+            case "tool_definition":
+                definition = mapping(change.get("definition"), f"{field}.tool.definition")
+                changed = string(definition.get("name"), f"{field}.tool.definition.name")
+            case other:
+                note(self.conversation.notes, f"{block['type']} of {other} ignored")
+                return ""
+        if block["type"] == "tool_addition":
+            self._withdrawn.discard(changed)
+            self._found[changed] = definition or self._found.get(changed)
+            return f"The tool {changed} can be called from now on."
+        self._withdrawn.add(changed)
+        return f"The tool {changed} can no longer be called."
+
+    def _add_assistant(self, content: Any, where: str) -> None:
+        if isinstance(content, str):
+            self.conversation.assistant(content, "", [])
+            return
+        texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[dict[str, Any]] = []
+        answer: str | None = None
+        for index, block in enumerate(objects(content, f"{where}.content")):
+            match block.get("type"):
+                case "text":
+                    texts.append(_field(block, "text", where, index))
+                case "tool_use":
+                    calls.append(
+                        shared.tool_call(
+                            _field(block, "id", where, index),
+                            _field(block, "name", where, index),
+                            _spell_input(block.get("input")),
+                        )
+                    )
+                case "thinking" | "redacted_thinking" as kind:
+                    mark = block.get("signature" if kind == "thinking" else "data")
+                    named = shared.completion_reference(mark)
+                    if named is not None and answer is not None and named != answer:
+                        # A harness joined two answers that followed each other.
+                        self._say(texts, reasoning, calls, answer)
+                        texts, reasoning, calls = [], [], []
+                    answer = named or answer
+                    if kind == "thinking":
+                        reasoning.append(_field(block, "thinking", where, index))
+                    elif named is None:
+                        note(self.conversation.notes, "redacted_thinking of another ignored")
+                case other:
+                    note(self.conversation.notes, f"assistant block {other} ignored")
+        self._say(texts, reasoning, calls, answer)
+
+    def _say(
+        self,
+        texts: list[str],
+        reasoning: list[str],
+        calls: list[dict[str, Any]],
+        answer: str | None,
+    ) -> None:
+        # Joined without anything between them: they are parts of one sampled text.
+        self.conversation.assistant("".join(texts), "".join(reasoning), calls, answer=answer)
+
+    def _add_user(self, blocks: list[dict[str, Any]], where: str) -> None:
+        """Tool results first, as the template needs them right behind their calls, then the rest."""
+        conversation = self.conversation
+        parts: list[dict[str, Any]] = []
+        results = False
+        for index, block in enumerate(blocks):
+            kind, text = block.get("type"), block.get("text")
+            if kind == "tool_result":
+                if parts:
+                    note(conversation.notes, "text before tool results sent behind them")
+                results = True
+                content = block.get("content")
+                if not isinstance(content, str):
+                    content = self._content(content, f"{where}.content[{index}].content")
+                conversation.tool(
+                    _field(block, "tool_use_id", where, index),
+                    shared.as_error(content) if block.get("is_error") else content,
+                )
+            elif kind == "text" and isinstance(text, str):
+                if results and not parts and shared.is_reminder(text):
+                    # At once, so that it stays where it is when the harness adds to the message.
+                    conversation.remind(text)
+                else:
+                    parts.append(shared.text_part(text))
+            else:
+                parts.append(self._part(block, f"{where}.content[{index}]"))
+        if not results:
+            conversation.user(shared.fold_parts(parts))
+        else:
+            conversation.beside_results(parts)
+
+    def _content(self, content: Any, field: str) -> str | list[dict[str, Any]]:
+        """The content of a tool result that is no string."""
+        parts = []
+        found = []
+        for index, block in enumerate(objects(content or [], field)):
+            if block.get("type") == "tool_reference":
+                found.append(string(block.get("tool_name"), f"{field}[{index}].tool_name"))
+            else:
+                parts.append(self._part(block, f"{field}[{index}]"))
+        if found:
+            for each in found:
+                self._found.setdefault(each, None)
+            parts.append(shared.text_part(f"Found, and ready to be called: {', '.join(found)}"))
+        return shared.fold_parts(parts)
+
+    def _part(self, block: dict[str, Any], field: str) -> dict[str, Any]:
         match block.get("type"):
             case "text":
-                texts.append(string(block.get("text"), f"{field}.text"))
-            case "thinking":
-                reasoning.append(string(block.get("thinking"), f"{field}.thinking"))
-            case "tool_use":
-                calls.append(
-                    shared.tool_call(
-                        string(block.get("id"), f"{field}.id"),
-                        string(block.get("name"), f"{field}.name"),
-                        _spell_input(block.get("input")),
-                    )
-                )
+                return shared.text_part(string(block.get("text"), f"{field}.text"))
+            case "image":
+                return shared.image_part(_image_url(block.get("source"), f"{field}.source"))
+            case "document":
+                return shared.text_part(_document_text(block, field))
+            case "search_result":
+                return shared.text_part(_search_text(block, field))
+            case "container_upload":
+                raise UnsupportedRequestError(field, "this endpoint keeps no files and containers")
             case other:
-                note(conversation.notes, f"assistant block {other} ignored")
-    # Joined without anything between them: they are parts of one sampled text.
-    conversation.assistant("".join(texts), "".join(reasoning), calls)
+                note(self.conversation.notes, f"block {other} sent as JSON text")
+                return shared.text_part(shared.compact_json(_without_cache_control(block)))
+
+    def tools(self, tools: Any) -> list[dict[str, Any]] | None:
+        """The engine's tools. Deferred ones come last, and only after they were found, in that
+        order, so that the list of the turn before stays its beginning."""
+        notes = self.conversation.notes
+        listed = objects(tools, "tools") if tools else []
+        # Nobody else can search where the provider would have done it.
+        searched = not any(str(tool.get("type")).startswith("tool_search_tool") for tool in listed)
+        kept: dict[str, dict[str, Any]] = {}
+        deferred: dict[str, dict[str, Any]] = {}
+        for index, tool in enumerate(listed):
+            function = as_function(tool, f"tools[{index}]", notes)
+            if function is not None:
+                later = searched and tool.get("defer_loading")
+                (deferred if later else kept)[function["function"]["name"]] = function
+        for found, definition in self._found.items():
+            if found in kept:
+                continue
+            function = deferred.pop(found, None)
+            if definition is not None:
+                function = as_function(definition, f"the definition of {found}", notes)
+            if function is not None:
+                kept[found] = function
+        if deferred:
+            note(notes, f"{len(deferred)} deferred tools left out until they are found")
+        return [tool for each, tool in kept.items() if each not in self._withdrawn] or None
 
 
-def _add_user(conversation: Conversation, blocks: list[dict[str, Any]], where: str) -> None:
-    """Tool results first, as the template needs them right behind their calls, then the rest.
-
-    A reminder that the harness appended to tool results stays with the last of them: as a user
-    message it would be the template's latest question, and drop the reasoning before it.
-    """
-    parts: list[dict[str, Any]] = []
-    results = False
-    for index, block in enumerate(blocks):
-        field = f"{where}.content[{index}]"
-        if block.get("type") == "tool_result":
-            if parts:
-                note(conversation.notes, "text before tool results sent behind them")
-            results = True
-            content = _content(conversation, block.get("content"), f"{field}.content")
-            conversation.tool(
-                string(block.get("tool_use_id"), f"{field}.tool_use_id"),
-                shared.as_error(content) if block.get("is_error") else content,
-            )
-        else:
-            parts.append(_part(conversation, block, field))
-    if results and not parts:
-        return
-    if results and all(p["type"] == "text" and shared.is_reminder(p["text"]) for p in parts):
-        for part in parts:
-            conversation.remind(part["text"])
-        return
-    conversation.user(shared.fold_parts(parts))
+def _field(block: dict[str, Any], field: str, where: str, index: int) -> str:
+    """A string of a block; its path is only spelled where it is needed."""
+    value = block.get(field)
+    return value if isinstance(value, str) else string(value, f"{where}.content[{index}].{field}")
 
 
-def _content(conversation: Conversation, content: Any, field: str) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return shared.fold_parts(
-        [
-            _part(conversation, block, f"{field}[{index}]")
-            for index, block in enumerate(objects(content, field))
-        ]
-    )
-
-
-def _part(conversation: Conversation, block: dict[str, Any], field: str) -> dict[str, Any]:
-    match block.get("type"):
-        case "text":
-            return shared.text_part(string(block.get("text"), f"{field}.text"))
-        case "image":
-            return shared.image_part(_image_url(block.get("source"), f"{field}.source"))
-        case "document":
-            return shared.text_part(_document_text(block, field))
-        case other:
-            note(conversation.notes, f"block {other} sent as JSON text")
-            plain = {key: value for key, value in block.items() if key != "cache_control"}
-            return shared.text_part(shared.compact_json(plain))
+def _without_cache_control(value: Any) -> Any:
+    match value:
+        case dict():
+            return {
+                key: _without_cache_control(each)
+                for key, each in value.items()
+                if key != "cache_control"
+            }
+        case list():
+            return [_without_cache_control(each) for each in value]
+    return value
 
 
 def _image_url(source: Any, field: str) -> str:
@@ -252,21 +398,33 @@ def _image_url(source: Any, field: str) -> str:
 
 
 def _document_text(block: dict[str, Any], field: str) -> str:
-    title = string(block.get("title"), f"{field}.title")
+    source = f"{field}.source"
     match block.get("source"):
         case {"type": "text", "data": str(text)}:
             pass
+        case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            text = shared.decoded_text(media_type, data, source)
         case {"type": "content", "content": str(text)}:
             pass
         case {"type": "content", "content": list(parts)} if all(
             isinstance(part, dict) and part.get("type") == "text" for part in parts
         ):
-            text = "\n".join(string(part.get("text"), f"{field}.source") for part in parts)
+            text = "\n".join(string(part.get("text"), source) for part in parts)
         case _:
             raise UnsupportedRequestError(
-                f"{field}.source", "only documents of plain text are supported"
+                source, "only documents of plain text that come with the request are supported"
             )
-    return f"{title}\n{text}" if title else text
+    heading = [string(block.get(name), f"{field}.{name}") for name in ("title", "context")]
+    return shared.document_text("\n".join(line for line in heading if line), text)
+
+
+def _search_text(block: dict[str, Any], field: str) -> str:
+    heading = [string(block.get(name), f"{field}.{name}") for name in ("title", "source")]
+    texts = [
+        string(part.get("text"), f"{field}.content[{index}].text")
+        for index, part in enumerate(objects(block.get("content"), f"{field}.content"))
+    ]
+    return "\n".join([line for line in heading if line] + texts)
 
 
 def _spell_input(value: Any) -> str:
@@ -277,24 +435,10 @@ def _spell_input(value: Any) -> str:
     return shared.compact_json({} if value is None else value)
 
 
-def _tools(tools: Any, notes: list[str]) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    kept = []
-    for index, tool in enumerate(objects(tools, "tools")):
-        tool_name = string(tool.get("name"), f"tools[{index}].name")
-        if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
-            note(notes, f"tool {tool_name} of type {tool['type']} ignored")
-            continue
-        description = string(tool.get("description"), f"tools[{index}].description")
-        kept.append(shared.function_tool(tool_name, description, tool.get("input_schema")))
-    return kept or None
-
-
 def _tool_choice(
-    choice: Any, tools: list[dict[str, Any]] | None, notes: list[str]
+    body: dict[str, Any], tools: list[dict[str, Any]] | None, notes: list[str]
 ) -> tuple[Any, bool | None]:
-    choice = mapping(choice, "tool_choice")
+    choice = mapping(body.get("tool_choice"), "tool_choice")
     if not choice:
         return None, None
     if tools is None:
@@ -309,8 +453,13 @@ def _tool_choice(
         case "none":
             return "none", parallel
         case "tool":
-            tool_name = string(choice.get("name"), "tool_choice.name")
-            return {"type": "function", "function": {"name": tool_name}}, parallel
+            chosen = string(choice.get("name"), "tool_choice.name")
+            if any(tool["function"]["name"] == chosen for tool in tools):
+                return {"type": "function", "function": {"name": chosen}}, parallel
+            if any(tool.get("name") == chosen for tool in body["tools"]):
+                note(notes, f"tool_choice of {chosen} ignored, as the tool is")
+                return None, parallel
+            raise UnsupportedRequestError("tool_choice.name", f"there is no tool {chosen!r}")
     raise UnsupportedRequestError("tool_choice.type", f"{choice.get('type')!r} is not supported")
 
 
@@ -322,9 +471,8 @@ def answer(request: ModelRequest, turn: Turn) -> bytes:
             "role": "assistant",
             "model": request.model,
             "content": [_answer_block(block, turn.completion_id) for block in turn.blocks],
-            "stop_reason": _stop_reason(turn),
-            "stop_sequence": turn.stop_sequence,
-            "usage": _usage(turn.usage),
+            **_stop(turn),
+            "usage": _final_usage(turn.usage),
         }
     )
 
@@ -354,12 +502,13 @@ def _parse_arguments(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_UNPARSED: {"raw": arguments}}
 
 
-def _stop_reason(turn: Turn) -> str:
+def _stop(turn: Turn) -> dict[str, str | None]:
     if turn.finish_reason == "length":
-        return "max_tokens"
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
     if any(isinstance(block, Call) for block in turn.blocks):
-        return "tool_use"
-    return "end_turn" if turn.stop_sequence is None else "stop_sequence"
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    reason = "end_turn" if turn.stop_sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": turn.stop_sequence}
 
 
 def _usage(usage: Usage) -> dict[str, int]:
@@ -370,6 +519,11 @@ def _usage(usage: Usage) -> dict[str, int]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+
+
+def _final_usage(usage: Usage) -> dict[str, Any]:
+    details = {"thinking_tokens": usage.reasoning_tokens}
+    return {**_usage(usage), "output_tokens_details": details}
 
 
 _PING = event("ping", {"type": "ping"})
@@ -450,13 +604,8 @@ class _Streamer:
 
 
 def _end(turn: Turn) -> bytes:
-    delta = {"stop_reason": _stop_reason(turn), "stop_sequence": turn.stop_sequence}
-    return (
-        event(
-            "message_delta", {"type": "message_delta", "delta": delta, "usage": _usage(turn.usage)}
-        )
-        + _STOP
-    )
+    delta = {"type": "message_delta", "delta": _stop(turn), "usage": _final_usage(turn.usage)}
+    return event("message_delta", delta) + _STOP
 
 
 def streamer(request: ModelRequest, completion_id: str, created: int) -> _Streamer:

@@ -178,16 +178,18 @@ def test_what_cannot_be_read_is_refused_by_its_path(block: dict[str, Any], field
 
 
 def test_an_unknown_block_is_never_refused() -> None:
-    reference = {"type": "tool_reference", "tool_name": "Edit", "cache_control": {}}
+    cached = {"cache_control": {"type": "ephemeral"}}
+    state = {"type": "browser_state", "tabs": [{"url": "http://host", **cached}], **cached}
+    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     request = normalise(
-        user(text("Go.")),
-        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, USE]},
-        user(result([reference])),
+        user(text("Go.")), {"role": "assistant", "content": [searched, USE]}, user(result([state]))
     )
-    assert request.messages[-1]["content"] == '{"type":"tool_reference","tool_name":"Edit"}'
+    assert (
+        request.messages[-1]["content"] == '{"type":"browser_state","tabs":[{"url":"http://host"}]}'
+    )
     assert request.notes == [
-        "assistant block redacted_thinking ignored",
-        "block tool_reference sent as JSON text",
+        "assistant block server_tool_use ignored",
+        "block browser_state sent as JSON text",
     ]
 
 
@@ -202,7 +204,12 @@ def test_an_unknown_block_is_never_refused() -> None:
 )
 def test_a_conversation_that_cannot_be_answered_is_refused(messages: list[Any]) -> None:
     with pytest.raises(UnsupportedRequestError, match="messages"):
-        normalise(*messages)
+        normalise(*messages, max_tokens=9)
+
+
+def test_what_is_only_counted_may_end_with_the_assistants() -> None:
+    said = {"role": "assistant", "content": "I"}
+    assert normalise(user(text("Hi")), said).messages[-1] == said
 
 
 def test_a_tool_is_a_function() -> None:
@@ -309,7 +316,7 @@ def test_a_whole_answer_has_the_providers_shape() -> None:
         Call(id="a", name="Bash", arguments='{"command": "ls"}'),
         Call(id="b", name="Bash", arguments='{"command": "l'),
     ]
-    answered = turn(blocks, "tool_calls", prompt_tokens=100, cached_tokens=64)
+    answered = turn(blocks, "tool_calls", prompt_tokens=100, cached_tokens=64, reasoning_tokens=7)
     assert json.loads(anthropic.answer(REQUEST, answered)) == {
         "id": COMPLETION_ID,
         "type": "message",
@@ -333,6 +340,7 @@ def test_a_whole_answer_has_the_providers_shape() -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 64,
             "output_tokens": 50,
+            "output_tokens_details": {"thinking_tokens": 7},
         },
     }
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_path(fields: dict[str, Any], 
 
 
 def test_no_tools_means_no_tool_choice_either() -> None:
-    for tools in (None, [], [{"type": "custom", "custom": {"name": "x"}}]):
+    for tools in (None, [], [{"type": "web_search"}]):
         request = normalise(tools=tools, tool_choice="required", parallel_tool_calls=True)
         assert (request.tools, request.tool_choice, request.parallel_tool_calls) == (
             None,
