@@ -163,6 +163,9 @@ async def test_refusals_are_the_same(pair: Pair, case: str) -> None:
     real, scripted = [await whole(http, {**EVERYTHING, "messages": REFUSED[case]}) for http in pair]
     assert real["error"]["code"] == 400
     assert scripted == real
+    body = {**EVERYTHING, "messages": REFUSED[case]}
+    rendered = [(await http.post("/v1/chat/completions/render", json=body)).json() for http in pair]
+    assert rendered == [real, real]
 
 
 async def test_history_is_rendered_the_same(pair: Pair) -> None:
@@ -191,6 +194,9 @@ async def test_history_is_rendered_the_same(pair: Pair) -> None:
     body = {**EVERYTHING, "messages": messages, "tools": TOOLS}
     real, scripted = [(await whole(http, body))["prompt_token_ids"] for http in pair]
     assert scripted == real
+    for http in pair:
+        rendered = (await http.post("/v1/chat/completions/render", json=body)).json()
+        assert rendered["token_ids"] == real
 
 
 async def test_three_turns_on_real_vllm_are_sampled_tokens_that_spell_the_script(
