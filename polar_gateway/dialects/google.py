@@ -351,7 +351,9 @@ def _result(value: Any, field: str) -> _Result:
     given = _fields(value, field)
     called = string(given.get("name"), f"{field}.name")
     response = mapping(given.get("response"), f"{field}.response")
-    parts = [
+    text = _result_text(response, called)
+    parts = [shared.text_part(text)] if text else []
+    parts += [
         _media(part, f"{field}.parts[{index}]")
         for index, part in enumerate(_listed(given.get("parts") or [], f"{field}.parts"))
     ]
@@ -359,7 +361,7 @@ def _result(value: Any, field: str) -> _Result:
         call_id=string(given.get("id"), f"{field}.id"),
         name=called,
         failed=_is_error(response),
-        parts=[shared.text_part(_result_text(response, called)), *parts],
+        parts=parts,
     )
 
 

@@ -34,7 +34,8 @@ class Exchange(NamedTuple):
     def chain(self) -> str:
         """Tells apart the conversations of one recording."""
         headers = self.request["headers"]
-        return headers.get("x-claude-code-agent-id") or headers.get("thread-id") or ""
+        named = (headers.get(name) for name in ("x-claude-code-agent-id", "thread-id"))
+        return " ".join([self.label.rstrip("0123456789"), *filter(None, named)])
 
 
 def load(harness: str, scenario: str) -> list[Exchange]:

@@ -225,7 +225,7 @@ def _google_whole(response: dict[str, Any]) -> Received:
         match part:
             case {"functionCall": call}:
                 spelled = json.dumps(call["args"], ensure_ascii=False, separators=(",", ":"))
-                blocks.append(Call(id=call["id"], name=call["name"], arguments=spelled))
+                blocks.append(Call(id=call.get("id", ""), name=call["name"], arguments=spelled))
             case {"text": "", **rest} if not rest:
                 pass
             case {"text": text, "thought": True}:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from polar_gateway.dialects import api_key, route
@@ -15,6 +17,50 @@ def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
     found = route("POST", prefix + path, {}, {})
     assert found is not None
     assert (found.dialect.name, found.kind, found.fields) == (CALLS[path], "call", {})
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1", "/v1beta", "/s/abc/v1beta", "/models/proxy/v1beta"])
+@pytest.mark.parametrize("model", ["m", "Qwen/Qwen3.5-4B", "tuned:7", "data/models/m"])
+@pytest.mark.parametrize(
+    ("method", "query", "fields"),
+    [
+        ("generateContent", {}, {"stream": False, "alt": "json"}),
+        ("streamGenerateContent", {"alt": "sse"}, {"stream": True, "alt": "sse"}),
+        ("streamGenerateContent", {}, {"stream": True, "alt": "json"}),
+    ],
+)
+def test_a_google_call_says_in_its_url_what_others_say_in_the_body(
+    prefix: str, model: str, method: str, query: dict[str, str], fields: dict[str, Any]
+) -> None:
+    found = route("POST", f"{prefix}/models/{model}:{method}", query, {})
+    assert found is not None
+    assert (found.dialect.name, found.kind) == ("google", "call")
+    assert found.fields == {"model": model, **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "headers", "expected"),
+    [
+        ("/v1beta/models", {}, {}, ("google", "models", {})),
+        ("/v1alpha/models/", {}, {}, ("google", "models", {})),
+        (
+            "/v1beta/models/Qwen/Qwen3.5-4B",
+            {},
+            {},
+            ("google", "model", {"model": "Qwen/Qwen3.5-4B"}),
+        ),
+        ("/v1/models", {"key": "k"}, {}, ("google", "models", {})),
+        ("/v1/models/m", {}, {"x-goog-api-key": "k"}, ("google", "model", {"model": "m"})),
+        ("/v1beta/openai/models", {}, {"x-goog-api-key": "k"}, ("chat", "models", {})),
+        ("/v1/models", {}, {"authorization": "Bearer k"}, ("chat", "models", {})),
+    ],
+)
+def test_googles_models_are_told_from_openais(
+    path: str, query: dict[str, str], headers: dict[str, str], expected: tuple[str, str, Any]
+) -> None:
+    found = route("GET", path, query, headers)
+    assert found is not None
+    assert (found.dialect.name, found.kind, found.fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,6 +83,7 @@ def test_a_model_call_is_found_under_any_prefix(prefix: str, path: str) -> None:
         ("POST", "/v1/responses/resp_1/cancel", {}, ("responses", "stored")),
         ("POST", "/v1/responses/compact", {}, ("responses", "call")),
         ("POST", "/v1/chat/completions/", {}, ("chat", "call")),
+        ("POST", "/v1beta/models/a/b:countTokens", {}, ("google", "count_tokens")),
     ],
 )
 def test_an_auxiliary_request_is_told_from_a_model_call(
