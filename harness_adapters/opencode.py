@@ -6,7 +6,7 @@ would fetch from elsewhere at its start (models, plug-ins, language servers) is 
 
 import json
 import shlex
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -36,8 +36,6 @@ class OpencodeSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     exclude_tools: list[str] = []
     """Built-in tools that are not offered to the model."""
-    max_steps: Annotated[int, msgspec.Meta(gt=0)] | None = None
-    """After so many steps the model is asked for a final text; None: no limit."""
     append_system_prompt: str | None = None
     """Text added to the end of the system prompt."""
 
@@ -77,7 +75,9 @@ class Opencode:
             files=files,
             env={"HOME": context.home_dir, KEY_ENV: context.api_key, **QUIET, **agent.env},
             cwd=context.workdir,
-            native_logs=[f"{data_dir}/{name}" for name in ("opencode.db", "opencode.db-wal", "log")],
+            native_logs=[
+                f"{data_dir}/{name}" for name in ("opencode.db", "opencode.db-wal", "log")
+            ],
         )
 
     def ended(self, return_code: int | None, stdout_tail: bytes, stderr_tail: bytes) -> HarnessEnd:
@@ -101,9 +101,7 @@ class Opencode:
         return events.by_status(self.name, return_code, stderr_tail)
 
 
-def _config(
-    settings: OpencodeSettings, agent: AgentSpec, context: LaunchContext
-) -> dict[str, Any]:
+def _config(settings: OpencodeSettings, agent: AgentSpec, context: LaunchContext) -> dict[str, Any]:
     model = f"{PROVIDER}/{context.model_name}"
     entry = {
         "name": context.model_name,
@@ -142,7 +140,6 @@ def _config(
         },
         "mcp": {server.name: _mcp_server(server) for server in agent.mcp_servers},
         **({"skills": {"paths": [agent.skills_path]}} if agent.skills_path else {}),
-        **({"agent": {"build": {"steps": settings.max_steps}}} if settings.max_steps else {}),
     }
 
 

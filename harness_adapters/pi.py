@@ -24,6 +24,8 @@ KEEP_RECENT_TOKENS = 20000
 """The CLI's own defaults for compaction, lowered where the context window is small."""
 
 
+CUT = "Response was truncated"
+
 SERVER_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -65,9 +67,7 @@ class Pi:
             raise ValueError(f"agent.mcp_servers: {self.name} has no MCP support")
         config_dir = f"{context.home_dir}/.pi/agent"
         files = {
-            f"{config_dir}/models.json": json.dumps(
-                _models(settings, context, self.key), indent=1
-            ),
+            f"{config_dir}/models.json": json.dumps(_models(settings, context, self.key), indent=1),
             f"{config_dir}/settings.json": json.dumps(_cli_settings(context), indent=1),
         }
         if agent.mcp_servers:
@@ -114,7 +114,17 @@ class Pi:
         )
 
     def ended(self, return_code: int | None, stdout_tail: bytes, stderr_tail: bytes) -> HarnessEnd:
-        """By the exit status, which in text mode tells of a failed model call; stderr says why."""
+        """By the exit status, which in text mode tells of a failed model call; stderr says why.
+
+        A last answer that was cut at its output limit has a status of its own in no CLI but this
+        one, and is the model's: the run is completed, with that reason.
+        """
+        if return_code == 1 and events.last_line(stderr_tail).startswith(CUT):
+            return HarnessEnd(
+                outcome="completed",
+                reason="the last answer was cut at its output limit",
+                return_code=return_code,
+            )
         return events.by_status(self.name, return_code, stderr_tail)
 
 

@@ -15,6 +15,9 @@ from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPl
 
 TURN_LIMIT_STATUS = 53
 
+GAVE_UP = ("Loop detection halted the run", "Model stream ended with empty response text")
+"""What it says when it stops because of what the model said, not because a call failed."""
+
 
 class QwenCodeSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Settings of the harness `qwen_code`."""
@@ -83,7 +86,11 @@ class QwenCode:
         )
 
     def ended(self, return_code: int | None, stdout_tail: bytes, stderr_tail: bytes) -> HarnessEnd:
-        """By the `result` event's `is_error`; without one by the exit status."""
+        """By the `result` event's `is_error`; without one by the exit status.
+
+        A run that gave up on the model's own answers (empty ones, the same call over and over, the
+        turn limit) did what the model made of its task and is completed, with that reason.
+        """
         result = events.last_event(stdout_tail, ("result",))
         if return_code == TURN_LIMIT_STATUS:
             return HarnessEnd(
@@ -94,6 +101,12 @@ class QwenCode:
         if not result["is_error"]:
             return HarnessEnd(outcome="completed", return_code=return_code)
         message = events.text(result, "error", "message") or events.text(result, "result")
+        if any(words in message for words in GAVE_UP):
+            return HarnessEnd(
+                outcome="completed",
+                reason=events.quote("qwen_code stopped", message),
+                return_code=return_code,
+            )
         return HarnessEnd(
             outcome="failed",
             reason=events.quote("qwen_code reported an error", message),

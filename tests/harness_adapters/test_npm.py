@@ -55,6 +55,11 @@ def test_the_lock_file_pins_what_the_table_says_and_names_no_host(name: str) -> 
     assert packages[""]["dependencies"] == {pack.package: pack.version}
     wanted = json.loads((npm.LOCK_FILES / name / "package.json").read_bytes())
     assert wanted["dependencies"] == packages[""]["dependencies"]
+    installed = {path.rpartition("node_modules/")[2] for path in packages}
+    for path, locked in packages.items():
+        # npm would look for what is named and not pinned, and not every registry has the same.
+        for kind in ("dependencies", "optionalDependencies"):
+            assert set(locked.get(kind, {})) <= installed, path
     del packages[""]
     for path, locked in packages.items():
         assert locked["integrity"].startswith("sha512-"), path

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from harness_adapters.pi import Pi
+from harness_adapters.pi import Pi, PiOld
 from tests.harness_adapters.samples import CONTEXT, KEY, agent, context
 
 AGENT_DIR = "/polar/session/home/.pi/agent"
@@ -10,7 +10,9 @@ AGENT_DIR = "/polar/session/home/.pi/agent"
 
 def test_the_plan_runs_the_packs_launcher_in_text_mode_with_the_prompt_on_stdin() -> None:
     plan = Pi().plan(agent("pi"), CONTEXT)
-    assert plan.command == "/polar/packs/x/bin/pi --provider gateway --model Qwen/Qwen3.5-4B -p"
+    assert plan.command == (
+        "/polar/packs/x/bin/pi --provider gateway --model Qwen/Qwen3.5-4B -p --no-extensions"
+    )
     assert plan.cwd == "/testbed"
     assert plan.native_logs == [f"{AGENT_DIR}/sessions"]
     assert plan.env == {
@@ -31,7 +33,7 @@ def test_the_model_entry_tells_the_window_and_takes_the_key_from_the_environment
     provider = json.loads(plan.files[f"{AGENT_DIR}/models.json"])["providers"]["gateway"]
     assert provider["baseUrl"] == "http://127.0.0.1:8100/v1"
     assert provider["api"] == "openai-completions"
-    assert provider["apiKey"] == "POLAR_MODEL_KEY"
+    assert provider["apiKey"] == "$POLAR_MODEL_KEY"
     (model,) = provider["models"]
     assert model["id"] == "Qwen/Qwen3.5-4B"
     assert (model["contextWindow"], model["maxTokens"]) == (40960, 8192)
@@ -67,13 +69,51 @@ def test_settings_and_skills_reach_the_command_line() -> None:
 
 def test_no_tools_at_all_is_a_flag_of_its_own() -> None:
     plan = Pi().plan(agent("pi", settings={"tools": []}), CONTEXT)
-    assert plan.command.endswith("-p --no-tools")
+    assert plan.command.endswith("-p --no-extensions --no-tools")
 
 
-def test_mcp_servers_are_refused() -> None:
+def test_mcp_servers_are_declared_like_built_in_tools() -> None:
+    servers = [
+        {"name": "a", "command": "/bin/a", "args": ["-x"]},
+        {"name": "b", "transport": "streamable-http", "url": "http://b"},
+    ]
+    plan = Pi().plan(agent("pi", mcp_servers=servers), CONTEXT)
+    assert json.loads(plan.files[f"{AGENT_DIR}/mcp.json"]) == {
+        "mcpServers": {
+            "a": {"command": "/bin/a", "args": ["-x"], "exposure": "direct"},
+            "b": {"url": "http://b", "exposure": "direct"},
+        }
+    }
+    assert plan.command.endswith("--no-extensions --extension builtin:mcp")
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"name": "a", "transport": "sse", "url": "http://a"}, r"agent\.mcp_servers: .* not sse"),
+        ({"name": "a b", "command": "/bin/a"}, r"agent\.mcp_servers: .* not 'a b'"),
+    ],
+)
+def test_mcp_servers_that_pi_cannot_have_are_refused(server: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pi().plan(agent("pi", mcp_servers=[server]), CONTEXT)
+
+
+def test_an_instruction_that_would_be_its_mcp_command_is_refused_in_words() -> None:
     spec = agent("pi", mcp_servers=[{"name": "a", "command": "/bin/x"}])
-    with pytest.raises(ValueError, match=r"agent\.mcp_servers: pi has no MCP support"):
-        Pi().plan(spec, CONTEXT)
+    with pytest.raises(ValueError, match="the instruction begins with /mcp"):
+        Pi().plan(spec, context(instruction=" /mcp list"))
+    Pi().plan(agent("pi"), context(instruction="/mcp list"))
+
+
+def test_the_old_pi_names_its_key_otherwise_and_knows_no_mcp() -> None:
+    plan = PiOld().plan(agent("pi_old"), CONTEXT)
+    assert plan.command == "/polar/packs/x/bin/pi --provider gateway --model Qwen/Qwen3.5-4B -p"
+    models = json.loads(plan.files[f"{AGENT_DIR}/models.json"])
+    assert models["providers"]["gateway"]["apiKey"] == "POLAR_MODEL_KEY"
+    spec = agent("pi_old", mcp_servers=[{"name": "a", "command": "/bin/x"}])
+    with pytest.raises(ValueError, match=r"agent\.mcp_servers: pi_old has no MCP support"):
+        PiOld().plan(spec, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +125,12 @@ def test_mcp_servers_are_refused() -> None:
             b"400 prompt is too long\n",
             "failed",
             "pi ended with status 1: 400 prompt is too long",
+        ),
+        (
+            1,
+            b"Response was truncated: the model reached its output token limit.\n",
+            "completed",
+            "the last answer was cut at its output limit",
         ),
         (143, b"", "failed", "pi ended with status 143 (signal 15)"),
         (-2, b"", "failed", "pi was ended by signal 2"),

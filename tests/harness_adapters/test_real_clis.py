@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,14 +19,22 @@ from tests.requirements import require
 
 pytestmark = pytest.mark.clis
 
-CLIS = ("codex", "claude_code", "pi")
+CLIS = tuple(npm.PACKS)
 
 KEY = "key-of-this-session"
+
+MODEL = "org/some-model:4b"
+
+CHAT = ("/v1/chat/completions", "authorization", f"Bearer {KEY}")
 
 AUTH = {
     "codex": ("/v1/responses", "authorization", f"Bearer {KEY}"),
     "claude_code": ("/v1/messages", "x-api-key", KEY),
-    "pi": ("/v1/chat/completions", "authorization", f"Bearer {KEY}"),
+    "pi": CHAT,
+    "pi_old": CHAT,
+    "gemini_cli": (f"/v1beta/models/{MODEL}:streamGenerateContent", "x-goog-api-key", KEY),
+    "qwen_code": CHAT,
+    "opencode": CHAT,
 }
 
 
@@ -55,9 +63,10 @@ def run(
     require("clis", adapter.pack in packs, f"run: polar harness install {adapter.pack}")
     workdir = folder / "work"
     workdir.mkdir()
+    (workdir / "app.py").write_text("print('a file of the workspace')\n")
     where = context(
         instruction=instruction,
-        model_name="org/some-model:4b",
+        model_name=MODEL,
         model_url=url,
         api_key=KEY,
         home_dir=str(folder / "home"),
@@ -82,7 +91,12 @@ def run(
         check=False,
     )
     end = adapter.ended(done.returncode, done.stdout, done.stderr)
-    logs = [file for path in plan.native_logs for file in Path(path).rglob("*.jsonl")]
+    logs = [
+        file
+        for path in plan.native_logs
+        for file in (Path(path), *Path(path).rglob("*"))
+        if file.is_file()
+    ]
     return Ran(end, done.stdout.decode(), logs)
 
 
@@ -97,8 +111,8 @@ def test_it_calls_the_gateway_with_the_sessions_key_and_completes(
     path, header, value = AUTH[harness]
     assert call.path == path
     assert call.headers[header] == value
-    assert call.body["model"] == "org/some-model:4b"
-    assert call.body["stream"] is True
+    assert call.path.startswith("/v1beta/") or call.body["model"] == MODEL
+    assert call.path.startswith("/v1beta/") or call.body["stream"] is True
     assert "Say hello." in json.dumps(call.body)
     assert ran.logs
 
@@ -122,15 +136,37 @@ def test_an_instruction_of_a_megabyte_arrives_whole(
     assert instruction in json.dumps(stub.calls[0].body)
 
 
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        pytest.param("/clear the cache\n\n  in app.py\n!ls", id="slash"),
+        pytest.param(
+            "-p is no flag:\n@app.py and\t@src/x are files, 'a' \"b\" $HOME", id="mention"
+        ),
+    ],
+)
 @pytest.mark.parametrize("harness", CLIS)
-def test_an_instruction_that_looks_like_a_command_reaches_the_model(
-    harness: str, stub: StubModel, tmp_path: Path
+def test_an_instruction_that_looks_like_a_command_reaches_the_model_as_it_is(
+    harness: str, instruction: str, stub: StubModel, tmp_path: Path
 ) -> None:
-    run(agent(harness), stub.url, tmp_path, "/clear the cache in app.py")
-    assert "/clear the cache in app.py" in json.dumps(stub.calls[0].body)
+    run(agent(harness), stub.url, tmp_path, instruction)
+    (call,) = stub.calls
+    assert instruction in {text.strip() for text in texts(call.body)}
+    # Claude Code puts a file that is mentioned beside the instruction, as its users know it.
+    if harness != "claude_code":
+        assert "a file of the workspace" not in json.dumps(call.body)
 
 
-@pytest.mark.parametrize("harness", ["codex", "claude_code"])
+def texts(value: Any) -> Iterator[str]:
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from texts(inside)
+
+
+@pytest.mark.parametrize("harness", sorted({*CLIS} - {"pi_old"}))
 def test_the_tools_of_an_mcp_server_reach_the_model(
     harness: str, stub: StubModel, tmp_path: Path
 ) -> None:
@@ -185,20 +221,57 @@ def test_a_bare_claude_code_says_little(stub: StubModel, tmp_path: Path) -> None
     assert len(json.dumps(stub.calls[0].body)) < 6000
 
 
-def test_pi_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harness", ["pi", "pi_old"])
+def test_pi_settings_are_seen_on_the_wire(harness: str, stub: StubModel, tmp_path: Path) -> None:
     settings = {
         "reasoning": True,
         "thinking": "high",
         "tools": ["read", "bash"],
         "append_system_prompt": "Answer in verse.",
     }
-    run(agent("pi", settings=settings), stub.url, tmp_path)
+    run(agent(harness, settings=settings), stub.url, tmp_path)
     body = stub.calls[0].body
     assert body["reasoning_effort"] == "high"
     assert body["messages"][0]["role"] == "developer"
     assert "Answer in verse." in json.dumps(body["messages"][0])
     assert [tool["function"]["name"] for tool in body["tools"]] == ["read", "bash"]
     assert body["max_completion_tokens"] == 8192
+
+
+def test_gemini_cli_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    run(agent("gemini_cli", settings={"tools": ["read_file", "glob"]}), stub.url, tmp_path)
+    (tools,) = stub.calls[0].body["tools"]
+    assert [tool["name"] for tool in tools["functionDeclarations"]] == ["read_file", "glob"]
+
+
+def test_qwen_code_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    settings = {
+        "exclude_tools": ["glob"],
+        "reasoning_effort": "high",
+        "append_system_prompt": "Answer in verse.",
+    }
+    run(agent("qwen_code", settings=settings), stub.url, tmp_path)
+    body = stub.calls[0].body
+    assert body["reasoning"] == {"effort": "high"}
+    assert "Answer in verse." in json.dumps(body["messages"][0])
+    names = {tool["function"]["name"] for tool in body["tools"]}
+    assert names >= {"run_shell_command", "edit", "agent"}
+    assert not names & {"glob", "save_memory"}
+    assert body["max_tokens"] == 8192
+
+
+def test_opencode_settings_are_seen_on_the_wire(stub: StubModel, tmp_path: Path) -> None:
+    settings = {
+        "exclude_tools": ["webfetch", "task"],
+        "append_system_prompt": "Answer in verse.",
+    }
+    run(agent("opencode", settings=settings), stub.url, tmp_path)
+    body = stub.calls[0].body
+    assert "Answer in verse." in json.dumps(body["messages"][0])
+    names = {tool["function"]["name"] for tool in body["tools"]}
+    assert names >= {"bash", "edit", "read"}
+    assert not names & {"webfetch", "task"}
+    assert body["max_tokens"] == 8192
 
 
 def test_a_codex_whose_mcp_server_does_not_start_fails_and_names_it(

@@ -9,7 +9,7 @@ import harness_adapters
 from harness_adapters.base import AgentSpec
 from tests.harness_adapters.samples import CONTEXT, KEY, agent, context
 
-CLIS = ("codex", "claude_code", "pi")
+CLIS = tuple(name for name in harness_adapters.ADAPTERS if name != "shell")
 
 PLUGIN = """
 import msgspec
@@ -70,7 +70,7 @@ def test_a_plug_in_joins_the_adapters(plug_ins: Callable[[dict[str, str]], None]
     plug_ins({"mine": "polar_test_plugin:Mine"})
     adapters, problems = harness_adapters.load_adapters()
     assert problems == []
-    assert sorted(adapters) == ["claude_code", "codex", "mine", "pi", "shell"]
+    assert set(adapters) == {*CLIS, "mine", "shell"}
     assert "mine" not in harness_adapters.ADAPTERS
 
 
@@ -127,8 +127,17 @@ def test_an_import_path_is_not_imported() -> None:
             r"agent\.settings\.a: unknown setting of shell, which knows no settings",
         ),
         (
-            agent("pi", mcp_servers=[{"name": "a", "command": "x"}]),
-            r"agent\.mcp_servers: pi has no MCP",
+            agent("pi_old", mcp_servers=[{"name": "a", "command": "x"}]),
+            r"agent\.mcp_servers: pi_old has no MCP",
+        ),
+        (agent("gemini_cli", settings={"tools": []}), r"agent\.settings: tools must name at least"),
+        (
+            agent("qwen_code", settings={"reasoning_effort": "huge"}),
+            r"agent\.settings\.reasoning_effort: Invalid enum value",
+        ),
+        (
+            agent("opencode", settings={"title": "x"}),
+            r"agent\.settings\.title: unknown setting of opencode",
         ),
         (
             agent("shell", custom_shell={"command": "x '{instruction}'"}),

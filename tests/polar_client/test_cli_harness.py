@@ -32,9 +32,9 @@ def test_the_list_shows_every_harness_and_what_is_installed(tmp_path: Path) -> N
     heading, *lines = result.stdout.splitlines()
     assert heading.split() == ["HARNESS", "VERSION", "STATE", "SIZE", "PATH"]
     rows = {line.split()[0]: line for line in lines}
-    assert list(rows) == ["codex", "claude_code", "pi", "shell"]
+    assert list(rows) == [*npm.PACKS, "shell"]
     assert rows["codex"].split() == ["codex", "0.169.0", "installed", "370", "MB", str(path)]
-    assert rows["pi"].split() == ["pi", "0.73.1", "not", "installed"]
+    assert rows["pi"].split() == ["pi", "1.5.2", "not", "installed"]
     assert rows["shell"].split() == ["shell", "needs", "no", "pack"]
 
 
@@ -44,7 +44,7 @@ def test_the_list_as_json_has_the_same_rows(tmp_path: Path) -> None:
     rows = {row["harness"]: row for row in json.loads(result.stdout)}
     assert rows["pi"] == {
         "harness": "pi",
-        "version": "0.73.1",
+        "version": "1.5.2",
         "state": "installed",
         "path": str(path),
         "bytes": 370_000_000,
