@@ -23,26 +23,19 @@ _STATUSES = {"context_overflow": 400, "rate_limit": 429, "overloaded": 503}
 from 503 and 429, and look for the overflow's code in a 400 only."""
 
 
-def error_type(error: ErrorKind) -> str:
-    return _ERRORS[error.code][0]
-
-
-def error_code(error: ErrorKind) -> str | None:
-    if error.code == "not_found" and error.param == "previous_response_id":
-        return "previous_response_not_found"
-    return _ERRORS[error.code][1]
-
-
 def error_status(error: ErrorKind) -> int:
     return _STATUSES.get(error.code, error.status)
 
 
 def error_body(error: ErrorKind) -> bytes:
+    kind, code = _ERRORS[error.code]
+    if error.code == "not_found" and error.param == "previous_response_id":
+        code = "previous_response_not_found"
     payload: dict[str, Any] = {
         "message": error.message,
-        "type": error_type(error),
+        "type": kind,
         "param": error.param,
-        "code": error_code(error),
+        "code": code,
     }
     return json_bytes({"error": payload})
 

@@ -25,7 +25,6 @@ from polar_gateway.dialects.responses_tools import (
     OUTPUTS,
     SEARCH_OUTPUT,
     Tools,
-    found_text,
     has_search,
     shell_text,
 )
@@ -232,7 +231,7 @@ class _History:
             self._continue(item)
             self._calls.append(self._tools.call(item, field))
         elif kind in OUTPUTS or kind == SEARCH_OUTPUT:
-            self._results.append((_call_id(item, field), _result(item, field)))
+            self._results.append((_call_id(item, field), self._result(item, field)))
         elif kind == "compaction":
             sealed = _unsealed(item, field)
             if sealed is None:
@@ -261,6 +260,17 @@ class _History:
             case other:
                 raise UnsupportedRequestError(f"{field}.role", f"{other!r} is not supported")
 
+    def _result(self, item: dict[str, Any], field: str) -> str | list[dict[str, Any]]:
+        match item["type"]:
+            case "tool_search_output":
+                return self._tools.found_text(item.get("tools"), f"{field}.tools")
+            case "shell_call_output":
+                return shell_text(item.get("output"), f"{field}.output")
+            case "apply_patch_call_output":
+                said = string(item.get("output"), f"{field}.output")
+                return said or string(item.get("status"), f"{field}.status")
+        return _content(item.get("output"), f"{field}.output")
+
     def _continue(self, item: dict[str, Any], sealed: Sealed | None = None) -> None:
         """Open an assistant turn or go on with the open one."""
         answer_id = answered_by(item.get("id")) or (sealed.completion_id if sealed else None)
@@ -288,18 +298,6 @@ def _call_id(item: dict[str, Any], field: str) -> str:
         "id" if item["type"] == "local_shell_call_output" and not item.get("call_id") else "call_id"
     )
     return string(item.get(by), f"{field}.{by}")
-
-
-def _result(item: dict[str, Any], field: str) -> str | list[dict[str, Any]]:
-    match item["type"]:
-        case "tool_search_output":
-            return found_text(item.get("tools"), f"{field}.tools")
-        case "shell_call_output":
-            return shell_text(item.get("output"), f"{field}.output")
-        case "apply_patch_call_output":
-            said = string(item.get("output"), f"{field}.output")
-            return said or string(item.get("status"), f"{field}.status")
-    return _content(item.get("output"), f"{field}.output")
 
 
 def _unsealed(item: dict[str, Any], field: str) -> Sealed | None:

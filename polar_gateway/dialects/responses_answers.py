@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from polar_gateway.dialects import openai
 from polar_gateway.dialects.custom_tools import CustomInput
 from polar_gateway.dialects.responses_tools import call_item
 from polar_gateway.dialects.sse import EVENT_STREAM, json_bytes
@@ -210,8 +209,8 @@ _IN_BAND_CODES = {
     "overloaded": "rate_limit_exceeded",
     "internal": "server_error",
 }
-"""By which codex tells the errors of a stream apart: it asks again after a `server_error`, and when
-told how long to wait after a `rate_limit_exceeded`; it gives up on `server_is_overloaded`."""
+"""By which harnesses tell the errors of a stream apart. Codex asks again after a `server_error`, and
+when told how long to wait after a `rate_limit_exceeded`; it gives up on `server_is_overloaded`."""
 _FINAL_CODE = "invalid_prompt"
 """What codex does not ask again after."""
 _RETRY_AFTER = 5
@@ -387,17 +386,14 @@ class Streamer:
         return closed + self._finished(item)
 
     def error(self, error: ErrorKind) -> bytes:
-        """The API has two events for it; some harnesses act on the one and some on the other."""
+        """`response.failed` and not the API's `error` event, whose code pi does not see: it would
+        not ask again."""
         code, message = _IN_BAND_CODES.get(error.code, _FINAL_CODE), error.message
         if code == "rate_limit_exceeded":
             message = f"{message} Please try again in {error.retry_after or _RETRY_AFTER}s."
-        failure = {"code": code, "message": message, "param": error.param}
+        failure = {"code": code, "message": message}
         failed = {**self._response, "status": "failed", "error": failure, "output": self._done}
-        told = {"type": openai.error_type(error), **failure}
-        fields = json_bytes({**failure, "error": told})[1:-1]
-        return self._event(b"error", fields) + self._event(
-            b"response.failed", b'"response":%b' % json_bytes(failed)
-        )
+        return self._event(b"response.failed", b'"response":%b' % json_bytes(failed))
 
 
 def streamer(request: ModelRequest, completion_id: str, created: int) -> Streamer:

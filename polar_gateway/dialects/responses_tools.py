@@ -221,6 +221,20 @@ class Tools:
         plain = string(item.get("name"), f"{field}.name")
         return shared.tool_call(call_id, self.engine_name(namespace, plain), arguments)
 
+    def found_text(self, tools: Any, field: str) -> str:
+        """What the model reads of a search's result; the definitions stand among the tools."""
+        names = []
+        for index, tool in enumerate(objects(tools or [], field)):
+            plain = str(tool.get("name") or tool.get("type"))
+            if tool.get("type") == "namespace":
+                inner = objects(tool.get("tools") or [], f"{field}[{index}].tools")
+                names += [self.engine_name(plain, str(each.get("name"))) for each in inner]
+            else:
+                names.append(self.engine_name("", plain))
+        return (
+            f"Found, and ready to be called: {', '.join(names)}" if names else "Nothing was found."
+        )
+
     def choose(self, choice: Any) -> Any:
         """The engine's tool choice; tools that may not be called are taken away.
 
@@ -289,18 +303,6 @@ def _function(tool: dict[str, Any], kind: str, name: str, field: str) -> dict[st
         return custom_function(name, description, grammar)
     strict = bool(tool.get("strict"))
     return shared.function_tool(name, description, tool.get("parameters"), strict=strict)
-
-
-def found_text(tools: Any, field: str) -> str:
-    """What the model reads of a search's result; the definitions stand among the tools."""
-    names = []
-    for index, tool in enumerate(objects(tools or [], field)):
-        if tool.get("type") == "namespace":
-            inner = objects(tool.get("tools") or [], f"{field}[{index}].tools")
-            names += [f"{tool.get('name')}.{each.get('name')}" for each in inner]
-        else:
-            names.append(str(tool.get("name") or tool.get("type")))
-    return f"Found, and ready to be called: {', '.join(names)}" if names else "Nothing was found."
 
 
 def shell_text(output: Any, field: str) -> str:

@@ -5,68 +5,25 @@ import pytest
 
 from polar_gateway.dialects import responses
 from polar_gateway.dialects.turn import (
-    BlockDelta,
-    BlockEnd,
-    BlockStart,
     Call,
-    ErrorKind,
-    ModelRequest,
     Reasoning,
     Text,
-    TurnEnd,
     UnsupportedRequestError,
 )
 from tests.polar_gateway.dialects.clients import (
     COMPLETION_ID,
-    CREATED,
-    Event,
-    parse_sse,
-    stream,
-    turn,
 )
-
-PARAMETERS = {"type": "object", "properties": {}}
-RUN = {
-    "type": "function",
-    "name": "run",
-    "description": "Run.",
-    "strict": False,
-    "parameters": PARAMETERS,
-}
-AGENTS = {
-    "type": "namespace",
-    "name": "agents",
-    "description": "Other agents.",
-    "tools": [{"type": "function", "name": "spawn", "parameters": PARAMETERS}],
-}
-FILE = {
-    "type": "input_file",
-    "filename": "a.txt",
-    "file_data": "data:text/plain;charset=utf-8;base64,w6k=",
-}
-PATCH = {
-    "type": "custom",
-    "name": "patch",
-    "description": "Edit files.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: line+"},
-}
-SHELL = {"type": "local_shell"}
-
-
-def normalise(*items: Any, **fields: Any) -> ModelRequest:
-    return responses.normalise({"model": "m", "input": list(items) or "Hi", **fields})
-
-
-def message(role: str, content: Any, **extra: Any) -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": content, **extra}
-
-
-def call(call_id: str, **extra: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": call_id, "name": "run", "arguments": "{}", **extra}
-
-
-def output(call_id: str, content: Any = "done") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": content}
+from tests.polar_gateway.dialects.responses_items import (
+    AGENTS,
+    FILE,
+    PARAMETERS,
+    RUN,
+    answer_items,
+    call,
+    message,
+    normalise,
+    output,
+)
 
 
 def test_instructions_and_leading_developers_are_one_system_message() -> None:
@@ -145,76 +102,6 @@ def test_a_tool_may_answer_with_an_image() -> None:
     ]
 
 
-def test_a_namespace_is_expanded_and_put_back() -> None:
-    history = [
-        message("user", "Go."),
-        call("a", name="spawn", namespace="agents"),
-        output("a"),
-    ]
-    request = normalise(*history, tools=[RUN, AGENTS])
-    assert [tool["function"]["name"] for tool in request.tools or []] == ["run", "agents__spawn"]
-    assert request.messages[1]["tool_calls"][0]["function"]["name"] == "agents__spawn"
-    assert normalise(*history).messages == request.messages  # compaction asks without tools
-    [item] = answer_items(request, Call(id="b", name="agents__spawn", arguments="{}"))
-    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "spawn")
-    [plain] = answer_items(request, Call(id="b", name="run", arguments="{}"))
-    assert "namespace" not in plain
-
-
-def test_a_plain_tool_keeps_its_name_beside_a_namespace_that_would_take_it() -> None:
-    plain = {**RUN, "name": "agents__spawn"}
-    request = normalise(
-        call("a", name="spawn", namespace="agents"), output("a"), tools=[AGENTS, plain]
-    )
-    assert [tool["function"]["name"] for tool in request.tools or []] == [
-        "agents__spawn_",
-        "agents__spawn",
-    ]
-    assert request.messages[0]["tool_calls"][0]["function"]["name"] == "agents__spawn_"
-    [spawn] = answer_items(request, Call(id="b", name="agents__spawn_", arguments="{}"))
-    assert (spawn["namespace"], spawn["name"]) == ("agents", "spawn")
-
-
-def test_a_custom_tool_is_a_function_of_one_text_and_put_back() -> None:
-    item = {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "+é\n"}
-    done = {"type": "custom_tool_call_output", "call_id": "a", "output": "ok"}
-    request = normalise(item, done, tools=[PATCH])
-    [tool] = request.tools or []
-    assert tool["function"]["parameters"]["required"] == ["input"]
-    assert tool["function"]["description"].startswith("Edit files.")
-    assert tool["function"]["description"].endswith("lark grammar:\nstart: line+")
-    assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == '{"input":"+é\\n"}'
-    assert request.messages[1] == {"role": "tool", "tool_call_id": "a", "content": "ok"}
-    for spelled, text in (
-        ('{"input": "+a"}', "+a"),
-        ("+a", "+a"),
-        ('{"patch": 1}', '{"patch": 1}'),
-    ):
-        [back] = answer_items(request, Call(id="b", name="patch", arguments=spelled))
-        assert (back["type"], back["input"], back["call_id"]) == ("custom_tool_call", text, "b")
-
-
-def test_a_local_shell_is_a_function_and_put_back() -> None:
-    action: dict[str, Any] = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None}
-    item = {"type": "local_shell_call", "call_id": "a", "action": action}
-    done = {"type": "local_shell_call_output", "id": "a", "output": "ok"}
-    request = normalise(item, done, tools=[SHELL])
-    assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
-    assert request.messages[1]["role"] == "tool"
-    [back] = answer_items(
-        request, Call(id="b", name="local_shell", arguments='{"command": ["pwd"]}')
-    )
-    assert back["action"] == {"type": "exec", "command": ["pwd"], "env": {}}
-    [broken] = answer_items(request, Call(id="b", name="local_shell", arguments="pwd"))
-    assert broken["action"]["command"] == []
-
-
-def test_tools_may_come_among_the_items() -> None:
-    request = normalise({"type": "additional_tools", "tools": [AGENTS]}, message("user", "Hi"))
-    assert [tool["function"]["name"] for tool in request.tools or []] == ["agents__spawn"]
-    assert [each["role"] for each in request.messages] == ["user"]
-
-
 def test_hosted_tools_and_items_are_dropped_and_noted() -> None:
     request = normalise(
         message("user", "Hi"),
@@ -233,28 +120,6 @@ def test_hosted_tools_and_items_are_dropped_and_noted() -> None:
         "reasoning.effort ignored",
         "text.verbosity ignored",
     ]
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ("auto", "auto"),
-        ("required", "required"),
-        ("none", "none"),
-        ({"type": "function", "name": "run"}, {"type": "function", "function": {"name": "run"}}),
-        ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
-        (
-            {"type": "function", "name": "spawn", "namespace": "agents"},
-            {"type": "function", "function": {"name": "agents__spawn"}},
-        ),
-        (None, None),
-    ],
-)
-def test_a_tool_choice_is_the_engines(choice: Any, expected: Any) -> None:
-    tools = [RUN, AGENTS, PATCH]
-    assert normalise(tools=tools, tool_choice=choice).tool_choice == expected
-    without = normalise(tools=[], tool_choice=choice, parallel_tool_calls=True)
-    assert (without.tools, without.tool_choice, without.parallel_tool_calls) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -331,167 +196,6 @@ def test_what_cannot_be_honoured_is_refused_by_its_path(fields: dict[str, Any], 
     assert refused.value.field == field
 
 
-def answer_items(request: ModelRequest, *blocks: Any) -> list[dict[str, Any]]:
-    items = json.loads(responses.answer(request, turn(list(blocks))))["output"]
-    assert isinstance(items, list)
-    return items
-
-
-REQUEST = ModelRequest(
-    model="gpt-x",
-    messages=[],
-    renames={
-        "patch": {"type": "custom", "name": "patch"},
-        "local_shell": {"type": "local_shell", "name": "local_shell"},
-    },
-)
-
-
-@pytest.mark.parametrize(
-    ("finish", "status", "details"),
-    [("stop", "completed", None), ("length", "incomplete", {"reason": "max_output_tokens"})],
-)
-def test_an_answer_has_the_providers_shape(finish: Any, status: str, details: Any) -> None:
-    answered = turn(
-        [Text(text="ok")], finish, prompt_tokens=100, cached_tokens=64, reasoning_tokens=3
-    )
-    whole = json.loads(responses.answer(REQUEST, answered))
-    assert (whole["id"], whole["object"], whole["created_at"]) == (
-        "resp_0123456789ab",
-        "response",
-        CREATED,
-    )
-    assert (whole["status"], whole["incomplete_details"], whole["error"]) == (status, details, None)
-    assert whole["usage"] == {
-        "input_tokens": 100,
-        "input_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 0},
-        "output_tokens": 50,
-        "output_tokens_details": {"reasoning_tokens": 3},
-        "total_tokens": 150,
-    }
-    assert [item["status"] for item in whole["output"]] == [status]
-    closing = parse_sse(stream(responses, REQUEST, answered))[-1]
-    assert closing.name == f"response.{status}"
-    assert closing.data["response"] == whole
-
-
-def test_a_stream_tells_every_step_of_every_item() -> None:
-    streamer = responses.streamer(REQUEST, COMPLETION_ID, CREATED)
-    blocks = [
-        (BlockStart(kind="reasoning"), "hm"),
-        (BlockStart(kind="text"), "ok"),
-        (BlockStart(kind="call", id="a", name="run"), '{"x": 1}'),
-        (BlockStart(kind="call", id="b", name="patch"), '{"input": "+a"}'),
-        (BlockStart(kind="call", id="c", name="local_shell"), '{"command": ["ls"]}'),
-    ]
-    written = streamer.open(12)
-    for start, text in blocks:
-        written += streamer.event(start)
-        for piece in (text[:2], text[2:]):
-            written += streamer.event(BlockDelta(text=piece)) if piece else b""
-        written += streamer.event(BlockEnd())
-    written += streamer.keep_alive()
-    events = parse_sse(written)
-    assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event.name for event in events] == [event.data["type"] for event in events]
-    assert [(event.name or "").removeprefix("response.") for event in events] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "reasoning_summary_part.added",
-        "reasoning_summary_text.delta",
-        "reasoning_summary_text.done",
-        "reasoning_summary_part.done",
-        "output_item.done",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "output_item.added",
-        "custom_tool_call_input.delta",
-        "custom_tool_call_input.done",
-        "output_item.done",
-        "output_item.added",
-        "output_item.done",
-        "in_progress",
-    ]
-    added = [event.data["item"] for event in events if event.name == "response.output_item.added"]
-    done = [event.data["item"] for event in events if event.name == "response.output_item.done"]
-    assert [item["id"] for item in added] == [item["id"] for item in done]
-    assert [item["id"] for item in done] == [
-        "rs_0123456789ab_0",
-        "msg_0123456789ab_1",
-        "fc_0123456789ab_2",
-        "ctc_0123456789ab_3",
-        "lsh_0123456789ab_4",
-    ]
-    assert {item.get("status", "in_progress") for item in added} == {"in_progress"}
-    assert (added[0]["summary"], added[1]["content"], added[2]["arguments"], added[3]["input"]) == (
-        [],
-        [],
-        "",
-        "",
-    )
-    for event in events:
-        if "item_id" in event.data:
-            assert event.data["item_id"] == done[event.data["output_index"]]["id"]
-
-
-@pytest.mark.parametrize(
-    ("code", "retry_after", "told", "wait"),
-    [
-        ("context_overflow", None, "context_length_exceeded", ""),
-        ("internal", None, "server_error", ""),
-        ("session_closed", None, "invalid_prompt", ""),
-        ("invalid_request", None, "invalid_prompt", ""),
-        ("rate_limit", 3, "rate_limit_exceeded", " Please try again in 3s."),
-        ("overloaded", None, "rate_limit_exceeded", " Please try again in 5s."),
-    ],
-)
-def test_an_error_in_the_stream_is_one_that_harnesses_act_on(
-    code: Any, retry_after: int | None, told: str, wait: str
-) -> None:
-    streamer = responses.streamer(REQUEST, COMPLETION_ID, CREATED)
-    streamer.open(0)
-    said = stream_block(streamer, BlockStart(kind="text"), "ok")
-    kind = ErrorKind(status=400, code=code, message="No.", retry_after=retry_after)
-    error, failed = parse_sse(streamer.error(kind))
-    assert (error.name, failed.name) == ("error", "response.failed")
-    assert (error.data["sequence_number"] + 1, failed.data["sequence_number"]) == (
-        failed.data["sequence_number"],
-        said[-1].data["sequence_number"] + 2,
-    )
-    assert (error.data["code"], error.data["message"]) == (told, "No." + wait)
-    assert error.data["error"]["code"] == told
-    assert failed.data["response"]["status"] == "failed"
-    assert failed.data["response"]["error"] == {
-        "code": told,
-        "message": "No." + wait,
-        "param": None,
-    }
-    assert failed.data["response"]["output"] == [said[-1].data["item"]]
-
-
-def stream_block(streamer: Any, start: BlockStart, *pieces: str, cut: bool = False) -> list[Event]:
-    written = streamer.event(start)
-    for piece in pieces:
-        written += streamer.event(BlockDelta(text=piece))
-    return parse_sse(written + streamer.event(BlockEnd(cut=cut)))
-
-
-def test_an_error_before_the_stream_has_the_providers_shape() -> None:
-    error = ErrorKind(status=400, code="context_overflow", message="Too long.")
-    assert json.loads(responses.error_body(error))["error"]["code"] == "context_length_exceeded"
-    assert responses.error_status(error) == 400
-
-
 def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert json.loads(responses.count_body(42)) == {
         "object": "response.input_tokens",
@@ -500,8 +204,70 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert json.loads(responses.models_body(["m"]))["data"][0]["id"] == "m"
 
 
-def test_reasoning_is_sealed_for_harnesses_that_keep_nothing_else() -> None:
-    [item] = answer_items(REQUEST, Reasoning(text="hm"))
-    assert item["summary"] == [{"type": "summary_text", "text": "hm"}]
-    assert item["encrypted_content"].startswith("polar.1.0123456789ab.")
-    assert "hm" not in item["encrypted_content"]
+def test_a_message_says_which_answer_of_ours_it_is() -> None:
+    [reasoning, said, asked] = answer_items(
+        normalise(),
+        Reasoning(text="hm"),
+        Text(text="Go."),
+        Call(id="a", name="run", arguments="{}"),
+    )
+    by_ids = normalise(message("user", "Hi"), said, asked, output("a"), instructions="Be brief.")
+    assert by_ids.answers == {2: COMPLETION_ID}
+    sealed = {key: value for key, value in reasoning.items() if key not in ("id", "summary")}
+    plain = message("assistant", "Go.")
+    by_seal = normalise(message("user", "Hi"), sealed, plain, call("a"), output("a"))
+    assert by_seal.answers == {1: COMPLETION_ID}
+    assert by_seal.messages[1]["reasoning_content"] == "hm"
+    assert normalise(message("assistant", "Go.", id="msg_01a1f902-4f48-7012")).answers == {}
+
+
+def test_results_between_calls_of_one_answer_come_after_both() -> None:
+    one, two = "fc_aaaaaaaaaaaa_0", "fc_aaaaaaaaaaaa_1"
+    request = normalise(call("a", id=one), output("a"), call("b", id=two), output("b"))
+    assert [each["role"] for each in request.messages] == ["assistant", "tool", "tool"]
+    apart = normalise(call("a"), output("a"), call("b"), output("b"))
+    assert [each["role"] for each in apart.messages] == ["assistant", "tool"] * 2
+
+
+def test_a_result_without_its_call_is_a_users_text() -> None:
+    request = normalise(output("gone", "left"), message("user", "Hi"))
+    assert request.messages[0] == {"role": "user", "content": "[result of tool call gone]\n\nleft"}
+
+
+def test_a_result_without_an_id_is_the_first_open_calls() -> None:
+    request = normalise(
+        call("a"), {"type": "function_call_output", "id": "fco_1", "name": "run", "output": "ok"}
+    )
+    assert request.messages[1] == {"role": "tool", "tool_call_id": "a", "content": "ok"}
+
+
+def test_a_file_of_text_is_read() -> None:
+    request = normalise(message("user", [{"type": "input_text", "text": "See:"}, FILE]))
+    assert request.messages[0]["content"] == "See:\na.txt\né"
+
+
+def test_a_later_configuration_counts() -> None:
+    update = {
+        "type": "configuration_update",
+        "reasoning": {"effort": "none"},
+        "text": {"format": {"type": "json_object"}},
+    }
+    request = normalise(message("user", "Hi"), update, reasoning={"effort": "high"})
+    assert request.template_kwargs == {"enable_thinking": False}
+    assert request.response_format == {"type": "json_object"}
+
+
+def test_a_trigger_at_the_end_asks_for_a_summary_without_tools() -> None:
+    history = [message("user", "Hi"), call("a", name="spawn", namespace="agents"), output("a")]
+    fields: dict[str, Any] = {"tools": [AGENTS], "tool_choice": "required"}
+    before = normalise(*history, **fields)
+    request = normalise(*history, {"type": "compaction_trigger"}, **fields)
+    assert (request.kind, request.tools, request.tool_choice) == ("compaction", None, None)
+    assert request.messages[:-1] == before.messages
+    assert "Summarise" in request.messages[-1]["content"]
+    assert before.kind == "turn"
+
+
+def test_a_trigger_elsewhere_is_nothing() -> None:
+    request = normalise({"type": "compaction_trigger"}, message("user", "Hi"))
+    assert (request.kind, len(request.messages)) == ("turn", 1)
