@@ -375,17 +375,21 @@ def _field(block: dict[str, Any], field: str, where: str, index: int) -> str:
     return value if isinstance(value, str) else string(value, f"{where}.content[{index}].{field}")
 
 
-def _without_cache_control(value: Any) -> Any:
-    match value:
-        case dict():
-            return {
-                key: _without_cache_control(each)
-                for key, each in value.items()
-                if key != "cache_control"
-            }
-        case list():
-            return [_without_cache_control(each) for each in value]
-    return value
+def _without_cache_control(block: dict[str, Any]) -> dict[str, Any]:
+    """The block, and the blocks in it, without marks that move from request to request."""
+    plain = {}
+    for field, value in block.items():
+        if field == "cache_control":
+            continue
+        if isinstance(value, list):
+            value = [
+                {key: each for key, each in item.items() if key != "cache_control"}
+                if isinstance(item, dict)
+                else item
+                for item in value
+            ]
+        plain[field] = value
+    return plain
 
 
 def _image_url(source: Any, field: str) -> str:

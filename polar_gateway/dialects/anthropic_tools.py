@@ -100,7 +100,7 @@ def as_function(tool: dict[str, Any], field: str, notes: list[str]) -> dict[str,
     description = string(tool.get("description"), f"{field}.description")
     parameters = tool.get("input_schema")
     if parameters is None and kind not in (None, "custom"):
-        known = _KNOWN.get(kind)
+        known = _KNOWN.get(str(kind))
         if known is None:
             note(notes, f"tool {name} of type {kind} ignored")
             return None

@@ -316,7 +316,7 @@ def _choose(
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         field = "tool_choice.allowed_tools"
         given = mapping(choice.get("allowed_tools"), field)
-        allowed = [_chosen(each) for each in objects(given.get("tools"), f"{field}.tools")]
+        allowed = {_chosen(each) for each in objects(given.get("tools"), f"{field}.tools")}
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = given.get("mode")
     if not tools:
@@ -334,12 +334,12 @@ def _choose(
     return tools, {"type": "function", "function": {"name": chosen}}
 
 
-def _chosen(choice: dict[str, Any]) -> Any:
+def _chosen(choice: dict[str, Any]) -> str | None:
     match choice:
-        case {"type": "function", "function": {"name": chosen}}:
-            return chosen
-        case {"type": "custom", "custom": {"name": chosen}}:
-            return chosen
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": "custom", "custom": {"name": str(name)}}:
+            return name
     return None
 
 

@@ -1,7 +1,10 @@
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polar_gateway.dialects import anthropic
 from polar_gateway.dialects.turn import (
@@ -18,6 +21,7 @@ from polar_gateway.dialects.turn import (
     UnsupportedRequestError,
 )
 from tests.polar_gateway.dialects.clients import COMPLETION_ID, parse_sse, turn
+from tests.polar_gateway.dialects.spoiling import ROLES, spoiled
 
 TOOL = {"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}}
@@ -57,6 +61,8 @@ def test_a_text_is_the_same_as_a_string_and_as_cached_blocks() -> None:
     "system",
     [
         [text("x-anthropic-billing-header: cc_version=1;"), text("Be brief.")],
+        [text("Be brief."), text("x-anthropic-billing-header: cc_version=1;")],
+        [text("x-anthropic-billing-header: cc_version=1;\n\nBe brief.")],
         "x-anthropic-billing-header: cc_version=1;\nBe brief.",
     ],
 )
@@ -86,6 +92,32 @@ def test_a_turn_with_thinking_and_calls_keeps_all_of_it() -> None:
         },
         {"role": "tool", "tool_call_id": "a", "content": "done"},
     ]
+
+
+def thinking(signature: str, thought: str = "") -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thought, "signature": signature}
+
+
+def test_a_signature_of_ours_says_whose_answer_a_message_is() -> None:
+    ours, other = "msg_00000000000a", "msg_00000000000b"
+    redacted = {"type": "redacted_thinking", "data": ours}
+
+    def answers(*content: Any) -> dict[int, str]:
+        said = {"role": "assistant", "content": list(content)}
+        return normalise(user(text("Go.")), said, user(text("On.")), system="Be brief.").answers
+
+    assert answers(thinking(ours), text("ok")) == {2: ours}
+    assert answers(thinking(ours, "hm"), text("ok"), thinking(ours, "hm")) == {2: ours}
+    assert answers(redacted, text("ok")) == {2: ours}
+    assert answers(thinking("EqQBCgIYAhIMmsg_00000000000a", "hm"), text("ok")) == {}
+    assert answers(thinking(ours), text("a"), thinking(other), text("b")) == {2: ours, 3: other}
+
+
+def test_redacted_thinking_of_another_is_noted() -> None:
+    said = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    request = normalise(user(text("Go.")), said, user(text("On.")))
+    assert request.messages[1] == {"role": "assistant", "content": ""}
+    assert request.notes == ["redacted_thinking of another ignored"]
 
 
 def test_what_a_user_says_beside_tool_results_follows_them() -> None:
@@ -150,11 +182,20 @@ def test_an_image_goes_on_as_a_url_also_from_a_tool() -> None:
         {"type": "text", "media_type": "text/plain", "data": "body"},
         {"type": "content", "content": "body"},
         {"type": "content", "content": [text("body")]},
+        {"type": "base64", "media_type": "text/markdown", "data": "Ym9keQ=="},
     ],
 )
 def test_a_document_of_text_is_its_title_and_text(source: dict[str, Any]) -> None:
     block = {"type": "document", "source": source, "title": "Notes"}
     assert normalise(user(block)).messages[0]["content"] == "Notes\nbody"
+    with_context = normalise(user({**block, "context": "From yesterday."})).messages[0]["content"]
+    assert with_context == "Notes\nFrom yesterday.\nbody"
+
+
+def test_a_search_result_is_its_heading_and_text() -> None:
+    found = {"type": "search_result", "title": "T", "source": "http://host", "content": [text("t")]}
+    messages = normalise(*ASKED, user(result([found]))).messages
+    assert messages[-1]["content"] == "T\nhttp://host\nt"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +209,22 @@ def test_a_document_of_text_is_its_title_and_text(source: dict[str, Any]) -> Non
             {"type": "image", "source": {"type": "file", "file_id": "f"}},
             "messages[0].content[0].source",
         ),
+        (
+            {"type": "document", "source": {"type": "file", "file_id": "f"}},
+            "messages[0].content[0].source",
+        ),
+        (
+            {"type": "document", "source": {"type": "url", "url": "http://host/a.pdf"}},
+            "messages[0].content[0].source",
+        ),
+        (
+            {
+                "type": "document",
+                "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="},
+            },
+            "messages[0].content[0].source",
+        ),
+        ({"type": "container_upload", "file_id": "f"}, "messages[0].content[0]"),
         ({"type": "text", "text": 1}, "messages[0].content[0].text"),
     ],
 )
@@ -226,6 +283,136 @@ def test_a_tool_is_a_function() -> None:
     assert request.notes == ["tool web_search of type web_search_20250305 ignored"]
 
 
+def test_a_strict_tool_stays_strict_and_its_examples_are_noted() -> None:
+    tool = {**TOOL, "strict": True, "input_examples": [{}], "eager_input_streaming": True}
+    request = normalise(user(text("Hi")), tools=[tool])
+    assert request.tools is not None
+    assert request.tools[0]["function"]["strict"] is True
+    assert request.notes == ["input_examples ignored"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fields"),
+    [
+        ("bash_20250124", "bash", {"command", "restart"}),
+        (
+            "text_editor_20250728",
+            "str_replace_based_edit_tool",
+            {
+                "command",
+                "path",
+                "file_text",
+                "old_str",
+                "new_str",
+                "insert_line",
+                "insert_text",
+                "view_range",
+            },
+        ),
+        (
+            "text_editor_20250124",
+            "str_replace_editor",
+            {"command", "path", "file_text", "old_str", "new_str", "insert_line", "view_range"},
+        ),
+        (
+            "memory_20250818",
+            "memory",
+            {
+                "command",
+                "path",
+                "file_text",
+                "old_str",
+                "new_str",
+                "insert_line",
+                "insert_text",
+                "view_range",
+                "old_path",
+                "new_path",
+            },
+        ),
+    ],
+)
+def test_a_tool_that_the_harness_executes_has_the_parameters_of_its_version(
+    kind: str, name: str, fields: set[str]
+) -> None:
+    request = normalise(user(text("Hi")), tools=[{"type": kind, "name": name}])
+    assert request.tools is not None
+    [tool] = request.tools
+    assert tool["function"]["name"] == name
+    assert set(tool["function"]["parameters"]["properties"]) == fields
+    assert request.notes == []
+
+
+def names(request: ModelRequest) -> list[str]:
+    return [tool["function"]["name"] for tool in request.tools or []]
+
+
+def deferred(name: str) -> dict[str, Any]:
+    return {"name": name, "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+def found(*tools: str) -> dict[str, Any]:
+    return user(result([{"type": "tool_reference", "tool_name": name} for name in tools]))
+
+
+def test_a_deferred_tool_comes_last_once_it_was_found() -> None:
+    tools = [deferred("Edit"), TOOL, deferred("Read"), deferred("Grep")]
+    before = normalise(user(text("Go.")), tools=tools)
+    after = normalise(*ASKED, found("Read", "Edit", "Bash", "Gone"), tools=tools)
+    assert names(before) == ["Bash"]
+    assert names(after) == ["Bash", "Read", "Edit"]
+    assert after.messages[-1]["content"] == "Found, and ready to be called: Read, Edit, Bash, Gone"
+    assert before.notes == ["3 deferred tools left out until they are found"]
+    assert after.notes == ["1 deferred tools left out until they are found"]
+
+
+def test_deferred_tools_that_only_the_provider_could_find_are_there_at_once() -> None:
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    request = normalise(user(text("Go.")), tools=[search, deferred("Edit"), TOOL])
+    assert names(request) == ["Edit", "Bash"]
+
+
+def test_tools_change_in_mid_conversation_and_the_model_is_told() -> None:
+    def changed(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"role": "system", "content": [{"type": f"tool_{kind}", "tool": tool}]}
+
+    edit = {"type": "tool_reference", "name": "Edit"}
+    defined = {"type": "tool_definition", "definition": {**TOOL, "name": "Look"}}
+    history = [
+        user(text("Go.")),
+        changed("addition", **edit),
+        changed("addition", **defined),
+        changed("removal", type="tool_reference", name="Bash"),
+        changed("addition", type="mcp_toolset_reference", server_name="s"),
+    ]
+    tools = [TOOL, deferred("Edit")]
+    assert names(normalise(*history[:2], tools=tools)) == ["Bash", "Edit"]
+    assert names(normalise(*history[:3], tools=tools)) == ["Bash", "Edit", "Look"]
+    last = normalise(*history, tools=tools)
+    assert names(last) == ["Edit", "Look"]
+    assert last.messages[0]["content"].split("\n\n") == [
+        "Go.",
+        *(
+            f"<system-reminder>\nThe tool {said}.\n</system-reminder>"
+            for said in (
+                "Edit can be called from now on",
+                "Look can be called from now on",
+                "Bash can no longer be called",
+            )
+        ),
+    ]
+    assert last.notes == ["tool_addition of mcp_toolset_reference ignored"]
+    back = normalise(*history, changed("addition", **edit | {"name": "Bash"}), tools=tools)
+    assert names(back) == ["Bash", "Edit", "Look"]
+
+
+def test_a_system_message_that_shall_vanish_stays_and_is_noted() -> None:
+    said = {"role": "system", "content": "Hurry.", "clear_at": "next_user_message"}
+    request = normalise(user(text("Go.")), said)
+    assert "Hurry." in request.messages[0]["content"]
+    assert request.notes == ["clear_at of a system message ignored"]
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -249,6 +436,33 @@ def test_a_tool_choice_is_the_engines(choice: dict[str, Any], expected: tuple[An
 def test_a_tool_choice_of_another_kind_is_refused() -> None:
     with pytest.raises(UnsupportedRequestError, match="tool_choice"):
         normalise(user(text("Hi")), tools=[TOOL], tool_choice={"type": "dice"})
+
+
+def test_a_choice_of_a_tool_that_is_not_there_is_refused_and_of_a_dropped_one_noted() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    choice = {"type": "tool", "name": "web_search"}
+    dropped = normalise(user(text("Hi")), tools=[TOOL, search], tool_choice=choice)
+    assert dropped.tool_choice is None
+    assert dropped.notes[-1] == "tool_choice of web_search ignored, as the tool is"
+    with pytest.raises(UnsupportedRequestError, match=r"tool_choice\.name"):
+        normalise(user(text("Hi")), tools=[TOOL], tool_choice=choice)
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_schema_for_the_answer_is_the_engines(field: str) -> None:
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "schema": schema}
+    request = normalise(
+        user(text("Hi")),
+        **{field: {"format": form, "effort": "high"} if field == "output_config" else form},
+    )
+    assert request.response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "response", "schema": schema},
+    }
+    assert request.notes == ["output_config.effort ignored"] * (field == "output_config")
+    with pytest.raises(UnsupportedRequestError, match=r"output_config\.format"):
+        normalise(user(text("Hi")), output_config={"format": {"type": "grammar"}})
 
 
 def test_sampling_is_only_what_the_harness_set() -> None:
@@ -278,7 +492,10 @@ def test_sampling_is_only_what_the_harness_set() -> None:
 def test_thinking_is_turned_off_only_where_the_harness_says_so(
     thinking: Any, template_kwargs: dict[str, Any]
 ) -> None:
-    assert normalise(user(text("Hi")), thinking=thinking).template_kwargs == template_kwargs
+    request = normalise(user(text("Hi")), thinking=thinking)
+    assert request.template_kwargs == template_kwargs
+    budget = "budget_tokens" in (thinking or {})
+    assert request.notes == ["thinking.budget_tokens ignored"] * budget
 
 
 REQUEST = ModelRequest(model="claude-x", messages=[])
@@ -292,6 +509,7 @@ REQUEST = ModelRequest(model="claude-x", messages=[])
         ([Text(text="a")], "length", None, "max_tokens"),
         ([Call(id="a", name="Bash", arguments="{}")], "tool_calls", None, "tool_use"),
         ([Call(id="a", name="Bash", arguments="{}")], "stop", None, "tool_use"),
+        ([Call(id="a", name="Bash", arguments="{}")], "stop", "END", "tool_use"),
         ([], "tool_calls", None, "end_turn"),
     ],
 )
@@ -301,10 +519,11 @@ def test_an_answer_says_why_it_stopped(
     answered = turn(blocks, finish)
     answered.stop_sequence = stop_sequence
     whole = json.loads(anthropic.answer(REQUEST, answered))
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop_sequence)
+    told = stop_sequence if reason == "stop_sequence" else None
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, told)
     streamer = anthropic.streamer(REQUEST, COMPLETION_ID, 1)
     [delta, stop] = parse_sse(streamer.event(TurnEnd(turn=answered)))
-    assert delta.data["delta"] == {"stop_reason": reason, "stop_sequence": stop_sequence}
+    assert delta.data["delta"] == {"stop_reason": reason, "stop_sequence": told}
     assert delta.data["usage"] == whole["usage"]
     assert stop.name == "message_stop"
 
@@ -427,3 +646,98 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert [entry["id"] for entry in listed["data"]] == ["m", "n"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("m", "n", False)
     assert json.loads(anthropic.models_body([]))["data"] == []
+    assert json.loads(anthropic.model_body("m")) == listed["data"][0]
+
+
+BLOCK = st.sampled_from(["text", "reminder", "image"])
+STEP = st.one_of(
+    st.just("system"),
+    st.just("grow"),
+    st.lists(BLOCK, max_size=2).map(lambda said: ("user", said)),
+    st.tuples(st.just("results"), st.integers(1, 3), st.lists(BLOCK, max_size=2)),
+)
+
+
+def grown(steps: list[Any]) -> list[list[dict[str, Any]]]:
+    """A harness's messages at each of its requests. After every request there is an answer, which
+    calls tools if the next step brings results, unless the step only adds to what was sent."""
+    sent: list[dict[str, Any]] = [user(text("task"))]
+    requests = []
+
+    def block(kind: str, at: str) -> dict[str, Any]:
+        if kind == "image":
+            return {"type": "image", "source": {"type": "url", "url": f"http://host/{at}"}}
+        inner = f"{kind} {at}"
+        return text(f"<system-reminder>{inner}</system-reminder>" if kind == "reminder" else inner)
+
+    for index, step in enumerate(steps):
+        requests.append(list(sent))
+        match step:
+            case "system":
+                sent.append({"role": "system", "content": f"note {index}"})
+            case "grow":
+                last = dict(sent[-1])
+                if last["role"] == "user":
+                    last["content"] = [*last["content"], text(f"more {index}")]
+                    sent[-1] = last
+            case ("user", said):
+                sent.append({"role": "assistant", "content": [text(f"answer {index}")]})
+                sent.append(user(text(f"user {index}"), *(block(k, f"{index}") for k in said)))
+            case ("results", count, said):
+                ids = [f"{index}.{n}" for n in range(count)]
+                sent.append({"role": "assistant", "content": [{**USE, "id": i} for i in ids]})
+                results = [{**result(f"result {i}"), "tool_use_id": i} for i in ids]
+                sent.append(user(*results, *(block(k, f"{index}") for k in said)))
+    return [*requests, sent]
+
+
+@given(st.lists(STEP, max_size=8))
+def test_a_request_continues_the_messages_of_every_request_before_it(steps: list[Any]) -> None:
+    listed = [normalise(*sent, system="head").messages for sent in grown(steps)]
+    final = listed[-1]
+    for before in listed:
+        last = len(before) - 1
+        assert final[:last] == before[:last]
+        kept, now = before[last], final[last]
+        assert now["role"] == kept["role"]
+        if isinstance(kept["content"], str) and isinstance(now["content"], str):
+            assert now["content"].startswith(kept["content"])
+        else:
+            *same, end = kept["content"]
+            assert now["content"][: len(same)] == same
+            grows = end["type"] == "text"
+            assert now["content"][len(same)] == end or (
+                grows and now["content"][len(same)]["text"].startswith(end["text"])
+            )
+
+
+EVERYTHING: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "system": [text("x-anthropic-billing-header: x"), text("Be brief.")],
+    "messages": [
+        user(text("Go."), {"type": "image", "source": {"type": "url", "url": "http://host"}}),
+        {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_reference", "name": "Edit"}}]},
+        {"role": "assistant", "content": [thinking(COMPLETION_ID, "hm"), text("ok"), USE]},
+        user(
+            result([text("done"), {"type": "tool_reference", "tool_name": "Edit"}], is_error=True),
+            {"type": "document", "title": "t", "source": {"type": "base64", "media_type": "text/plain", "data": "YQ=="}},
+            {"type": "search_result", "title": "t", "source": "s", "content": [text("a")]},
+            {"type": "other", "of": [{"x": 1}]},
+        ),
+        {"role": "system", "content": "note"},
+    ],
+    "tools": [TOOL, deferred("Edit"), {"type": "bash_20250124", "name": "bash"}],
+    "tool_choice": {"type": "tool", "name": "Bash", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1},
+    "output_config": {"format": {"type": "json_schema", "schema": {}}},
+}  # fmt: skip
+
+
+@given(st.data())
+def test_whatever_stands_in_a_request_it_is_read_or_refused_in_words(data: st.DataObject) -> None:
+    body = spoiled(data, EVERYTHING)
+    untouched = json.dumps(body)
+    with suppress(UnsupportedRequestError):
+        assert {message["role"] for message in anthropic.normalise(body).messages} <= ROLES
+    assert json.dumps(body) == untouched

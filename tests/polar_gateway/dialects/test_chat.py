@@ -1,7 +1,10 @@
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polar_gateway.dialects import chat
 from polar_gateway.dialects.turn import (
@@ -18,8 +21,12 @@ from polar_gateway.dialects.turn import (
     UnsupportedRequestError,
 )
 from tests.polar_gateway.dialects.clients import COMPLETION_ID, CREATED, parse_sse, turn
+from tests.polar_gateway.dialects.spoiling import ROLES, spoiled
 
-TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "bash", "parameters": {"type": "object"}},
+}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -73,6 +80,35 @@ def test_arguments_given_as_an_object_are_spelled() -> None:
     assert spelled('{"broken') == '{"broken'
 
 
+def test_a_refusal_is_the_text_that_was_sampled() -> None:
+    request = normalise(USER, {"role": "assistant", "content": None, "refusal": "I won't."}, USER)
+    assert request.messages[1] == {"role": "assistant", "content": "I won't."}
+
+
+def test_a_tools_image_stays_in_its_result() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "http://host/a.png", "detail": "low"}}
+    content = [{"type": "text", "text": "Here:"}, image]
+    request = normalise(
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "name": "look", "content": content},
+    )
+    assert request.messages[-1] == {"role": "tool", "tool_call_id": "a", "content": content}
+    assert request.notes == []
+
+
+def test_a_file_of_text_is_its_name_and_text() -> None:
+    file = {"filename": "a.md", "file_data": "data:text/markdown;base64,Ym9keQ=="}
+    request = normalise({"role": "user", "content": [{"type": "file", "file": file}]})
+    assert request.messages[0]["content"] == "a.md\nbody"
+
+
+def test_a_name_of_a_speaker_is_noted() -> None:
+    request = normalise({**USER, "name": "ann"})
+    assert (request.messages, request.notes) == ([USER], ["name of a user message ignored"])
+
+
 def test_images_stay_parts() -> None:
     url = "data:image/png;base64,AA=="
     request = normalise(
@@ -95,14 +131,48 @@ def test_images_stay_parts() -> None:
         ({"n": 2}, "n"),
         ({"functions": [{}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "x"}}]},
+            "messages[0].function_call",
+        ),
+        ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "file",
+                                "file": {"file_data": "data:application/pdf;base64,AA=="},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].file.file_data",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}
+                ]
+            },
+            "messages[0].content[0]",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "system", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "shell"}]}]},
             "messages[0].tool_calls[0]",
         ),
         ({"messages": "Hi"}, "messages"),
@@ -129,6 +199,119 @@ def test_no_tools_means_no_tool_choice_either() -> None:
     kept = normalise(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, n=1)
     assert (kept.tools, kept.tool_choice, kept.parallel_tool_calls) == ([TOOL], "required", False)
     assert kept.notes == []
+
+
+def test_a_function_tool_has_one_form() -> None:
+    given = {**TOOL["function"], "description": "Run.", "strict": True}
+    cached = {"cache_control": {"type": "ephemeral"}}
+    plain = {"type": "function", "function": {**TOOL["function"], "strict": False}, **cached}
+    bare = {"type": "function", "function": {"name": "now"}}
+    assert normalise(tools=[{"type": "function", "function": given}, plain, bare]).tools == [
+        {"type": "function", "function": given},
+        TOOL,
+        {
+            "type": "function",
+            "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+        },
+    ]
+
+
+FUNCTION = {"type": "function", "function": {"name": "bash"}}
+PATCH = {"type": "custom", "custom": {"name": "patch"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "expected"),
+    [
+        ("none", ["bash", "patch"], "none"),
+        (FUNCTION, ["bash", "patch"], FUNCTION),
+        (PATCH, ["bash", "patch"], {"type": "function", "function": {"name": "patch"}}),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PATCH]}},
+            ["patch"],
+            "required",
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            [],
+            None,
+        ),
+    ],
+)
+def test_a_tool_choice_is_the_engines(choice: Any, names: list[str], expected: Any) -> None:
+    request = normalise(tools=[TOOL, PATCH], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in request.tools or []] == names
+    assert request.tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    "choice", ["dice", {"type": "function", "function": {"name": "gone"}}, {"type": "mcp"}]
+)
+def test_a_choice_of_what_is_not_there_is_refused(choice: Any) -> None:
+    with pytest.raises(UnsupportedRequestError, match="tool_choice"):
+        normalise(tools=[TOOL], tool_choice=choice)
+
+
+def test_a_custom_tool_is_a_function_and_is_called_as_a_custom_one() -> None:
+    grammar = {"syntax": "lark", "definition": "start: x"}
+    tool = {
+        "type": "custom",
+        "custom": {
+            "name": "patch",
+            "description": "Patch.",
+            "format": {"type": "grammar", "grammar": grammar},
+        },
+    }
+    said = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": 'say "é"'}}
+    request = normalise(
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [said]},
+        {"role": "tool", "tool_call_id": "a", "content": "done"},
+        tools=[tool, TOOL],
+    )
+    assert request.tools is not None
+    function = request.tools[0]["function"]
+    assert function["description"] == "Patch.\n\nThe input follows this lark grammar:\nstart: x"
+    assert list(function["parameters"]["properties"]) == ["input"]
+    [call] = request.messages[1]["tool_calls"]
+    assert call["function"] == {"name": "patch", "arguments": '{"input":"say \\"é\\""}'}
+
+    plain = Call(id="b", name="bash", arguments="{}")
+    blocks: list[Block] = [Call(id="a", name="patch", arguments='{"input": "say \\"é\\""}'), plain]
+    whole = json.loads(chat.answer(request, turn(blocks)))["choices"][0]["message"]
+    assert whole["tool_calls"][0] == said
+    assert whole["tool_calls"][1]["type"] == "function"
+
+    streamer = chat.streamer(request, COMPLETION_ID, CREATED)
+    written = b""
+    for event in (
+        BlockStart(kind="call", id="a", name="patch"),
+        BlockDelta(text='{"inp'),
+        BlockDelta(text='ut": "say \\"'),
+        BlockDelta(text='é\\""}'),
+        BlockEnd(),
+        BlockStart(kind="call", id="b", name="bash"),
+        BlockDelta(text="{}"),
+        BlockEnd(),
+    ):
+        written += streamer.event(event)
+    [opened, *more] = [e.data["choices"][0]["delta"]["tool_calls"][0] for e in parse_sse(written)]
+    assert opened == {
+        "index": 0,
+        "id": "a",
+        "type": "custom",
+        "custom": {"name": "patch", "input": ""},
+    }
+    inputs = [part["custom"]["input"] for part in more if "custom" in part]
+    assert len(inputs) > 1
+    assert "".join(inputs) == 'say "é"'
+    assert [part["index"] for part in more if "function" in part] == [1, 1]
+    assert "tool_calls" not in json.loads(chat.answer(request, turn([])))["choices"][0]["message"]
+
+
+def test_one_stop_text_is_a_list_and_plain_text_no_format() -> None:
+    request = normalise(stop="END", response_format={"type": "text"})
+    assert (request.sampling, request.response_format) == ({"stop": ["END"]}, None)
 
 
 def test_sampling_and_format_pass_through() -> None:
@@ -163,6 +346,12 @@ def test_the_newer_limit_outranks_the_older() -> None:
         ({"reasoning_effort": "none"}, {"enable_thinking": False}, []),
         ({"reasoning_effort": "high"}, {}, ["reasoning_effort ignored"]),
         ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}, []),
+        ({"enable_thinking": False}, {"enable_thinking": False}, []),
+        (
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+            {"enable_thinking": True},
+            [],
+        ),
     ],
 )
 def test_thinking_is_the_templates_own_unless_said_otherwise(
@@ -322,4 +511,80 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
         "object": "list",
         "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "polar"}],
     }
+    assert json.loads(chat.model_body("m")) == json.loads(chat.models_body(["m"]))["data"][0]
     assert json.loads(chat.count_body(42)) == {"total_tokens": 42}
+
+
+STEP = st.sampled_from(["system", "developer", "user", "answer", "calls"])
+
+
+def conversation(steps: list[str]) -> list[list[dict[str, Any]]]:
+    """A harness's messages at each of its requests: whenever they end with no answer, every call of
+    which has its result. Notes for the model may stand anywhere, between calls and results too."""
+    sent: list[dict[str, Any]] = [{"role": "system", "content": "head"}, USER]
+    requests = [list(sent)]
+    for index, step in enumerate(steps):
+        match step:
+            case "answer":
+                sent.append({"role": "assistant", "content": f"answer {index}"})
+                continue
+            case "calls":
+                ids = [f"{index}.{n}" for n in range(index % 3 + 1)]
+                calls = [{"id": i, "type": "function", "function": {"name": "f"}} for i in ids]
+                sent.append({"role": "assistant", "content": None, "tool_calls": calls})
+                for each in ids:
+                    sent.append({"role": "system", "content": f"before {each}"})
+                    sent.append({"role": "tool", "tool_call_id": each, "content": f"did {each}"})
+            case role:
+                sent.append({"role": role, "content": f"{role} {index}"})
+        requests.append(list(sent))
+    return requests
+
+
+@given(st.lists(STEP, max_size=9))
+def test_a_request_continues_the_messages_of_every_request_before_it(steps: list[str]) -> None:
+    listed = [normalise(*sent).messages for sent in conversation(steps)]
+    final = listed[-1]
+    for before in listed:
+        last = len(before) - 1
+        assert final[:last] == before[:last]
+        assert final[last]["content"].startswith(before[last]["content"])
+        assert final[last] == {**before[last], "content": final[last]["content"]}
+    assert [message["role"] for message in final].count("system") == 1
+
+
+EVERYTHING: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://host"}}]},
+        {"role": "user", "content": [{"type": "file", "file": {"filename": "a", "file_data": "data:text/a;base64,YQ=="}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "bash", "arguments": {"x": 1}}},
+                {"id": "b", "type": "custom", "custom": {"name": "patch", "input": "x"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "done"}]},
+        {"role": "developer", "content": "note"},
+    ],
+    "tools": [TOOL, {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": {}}}}],
+    "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION, PATCH]}},
+    "response_format": {"type": "json_schema", "json_schema": {}},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "stream_options": {"include_usage": True},
+    "stop": ["x"],
+    "modalities": ["text"],
+}  # fmt: skip
+
+
+@given(st.data())
+def test_whatever_stands_in_a_request_it_is_read_or_refused_in_words(data: st.DataObject) -> None:
+    body = spoiled(data, EVERYTHING)
+    untouched = json.dumps(body)
+    with suppress(UnsupportedRequestError):
+        assert {message["role"] for message in chat.normalise(body).messages} <= ROLES
+    assert json.dumps(body) == untouched

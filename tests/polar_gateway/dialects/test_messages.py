@@ -129,6 +129,80 @@ def test_a_tool_result_without_an_id_belongs_to_the_first_unanswered_call() -> N
     assert [message["tool_call_id"] for message in conversation.finish()[1:]] == ["a", "b"]
 
 
+def test_two_calls_of_one_id_have_two_results() -> None:
+    conversation = Conversation()
+    conversation.assistant("", "", [call("a"), call("a")])
+    conversation.tool("a", "first")
+    conversation.tool("a", "second")
+    conversation.tool("a", "third")
+    assert [message["role"] for message in conversation.finish()] == [
+        "assistant",
+        "tool",
+        "tool",
+        "user",
+    ]
+
+
+@pytest.mark.parametrize("head", [[], ["You are an agent."]])
+def test_an_answer_is_found_at_the_place_of_its_message(head: list[str]) -> None:
+    conversation = Conversation()
+    for text in head:
+        conversation.system(text)
+    conversation.user("Hello")
+    conversation.assistant("Hi.", "", [], answer="msg_000000000001")
+    conversation.system("Go on.")  # becomes a message between the two
+    conversation.assistant("Of another.", "", [])
+    conversation.assistant("Well.", "", [], answer="msg_000000000002")
+    listed = conversation.finish()
+    assert {listed[at]["content"]: answer for at, answer in conversation.answers.items()} == {
+        "Hi.": "msg_000000000001",
+        "Well.": "msg_000000000002",
+    }
+
+
+def test_only_ids_of_completions_are_references() -> None:
+    assert messages.completion_reference("msg_0123456789ab") == "msg_0123456789ab"
+    for other in ("msg_0123456789ab\n", "msg_0123456789AB", "EqQBCgIYAhIM", "", None, 7):
+        assert messages.completion_reference(other) is None
+
+
+def test_reminders_beside_results_stay_with_them_up_to_the_first_text() -> None:
+    def beside(*texts: str) -> list[tuple[str, Any]]:
+        conversation = Conversation()
+        conversation.assistant("", "", [call("a")])
+        conversation.tool("a", "done")
+        conversation.beside_results([messages.text_part(text) for text in texts])
+        return [(each["role"], each["content"]) for each in conversation.finish()[1:]]
+
+    assert beside() == [("tool", "done")]
+    assert beside(reminder("r")) == [("tool", f"done\n\n{reminder('r')}")]
+    assert beside(reminder("r"), "And?", reminder("s")) == [
+        ("tool", f"done\n\n{reminder('r')}"),
+        ("user", f"And?\n{reminder('s')}"),
+    ]
+
+
+def test_a_failed_result_says_so_once_in_its_text() -> None:
+    part, image = messages.text_part, messages.image_part("http://host/a.png")
+    assert messages.as_error("exit 1") == "Error: exit 1"
+    assert messages.as_error("Error: exit 1") == "Error: exit 1"
+    assert messages.as_error([part("exit 1"), image]) == [part("Error: exit 1"), image]
+    assert messages.as_error([image]) == [part("Error:"), image]
+
+
+def test_a_file_of_text_is_its_title_and_text() -> None:
+    assert messages.decoded_text("text/x-python", "w6k=", "file") == "é"
+    assert messages.document_text("", "body") == "body"
+    assert messages.document_text("Notes", "body") == "Notes\nbody"
+    for media_type, encoded in (
+        ("application/pdf", "AA=="),
+        ("text/plain", "/w=="),
+        ("text/a", "A"),
+    ):
+        with pytest.raises(UnsupportedRequestError, match="file: "):
+            messages.decoded_text(media_type, encoded, "file")
+
+
 def test_a_turn_is_one_assistant_message() -> None:
     blocks: list[Block] = [
         Reasoning(text="hm"),
