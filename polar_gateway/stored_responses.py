@@ -15,7 +15,7 @@ import msgspec
 from polar_gateway.dialects.openai import error_body
 from polar_gateway.dialects.sse import json_bytes
 from polar_gateway.dialects.turn import ErrorKind
-from polar_gateway.request_body import RefusedError, invalid
+from polar_gateway.request_body import RefusedError, invalid, too_large
 
 MOST = 256
 MAX_BYTES = 16 << 20
@@ -80,7 +80,7 @@ class StoredResponses:
         if not isinstance(previous, str | None):
             raise RefusedError(invalid("previous_response_id: must be a string"))
         items = self._history(previous) + _items(body.get("input"))
-        return {**body, "input": [self._resolved(item) for item in items]}
+        return {**body, "input": self._resolved(items)}
 
     @staticmethod
     def wanted(body: dict[str, Any]) -> bool:
@@ -127,8 +127,7 @@ class StoredResponses:
             return _refusal(invalid("Cannot cancel a synchronous response."))
         if what == "/input_items":
             try:
-                items = [self._resolved(item) for item in self._input(stored)]
-                return Said(200, json_bytes(_page(items, query)))
+                return Said(200, json_bytes(_page(self._resolved(self._input(stored)), query)))
             except RefusedError as error:
                 return _refusal(error.kind)
         if method == "DELETE":
@@ -162,16 +161,36 @@ class StoredResponses:
             yield stored
             response_id = stored.previous
 
-    def _resolved(self, item: dict[str, Any]) -> dict[str, Any]:
-        if not _is_reference(item):
-            return item
-        item_id = item.get("id")
-        owner = self._stored.get(self._owners.get(str(item_id), ""))
-        for candidate in owner.items() if owner else ():
-            if candidate.get("id") == item_id and not _is_reference(candidate):
-                return candidate
-        message = f"Item with id '{item_id}' not found."
-        raise RefusedError(ErrorKind(status=404, code="not_found", message=message, param="input"))
+    def _resolved(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The items with what they refer to in place of references. Raises RefusedError when one
+        is not stored, or when they come to more than may be stored: a reference is short."""
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        size = 0
+        resolved = []
+        for item in items:
+            if _is_reference(item):
+                item_id = str(item.get("id"))
+                if item_id not in found:
+                    found |= self._beside(item_id)
+                item, length = found[item_id]
+                size += length
+                if size > self._max_bytes:
+                    raise RefusedError(too_large("refers to too much"))
+            resolved.append(item)
+        return resolved
+
+    def _beside(self, item_id: str) -> dict[str, tuple[dict[str, Any], int]]:
+        """The item and all that its response holds, by id, each with its length."""
+        owner = self._stored.get(self._owners.get(item_id, ""))
+        if owner is None:
+            message = f"Item with id '{item_id}' not found."
+            kind = ErrorKind(status=404, code="not_found", message=message, param="input")
+            raise RefusedError(kind)
+        return {
+            str(item["id"]): (item, len(json_bytes(item)))
+            for item in owner.items()
+            if item.get("id") and not _is_reference(item)
+        }
 
     def _forget(self, response_id: str) -> None:
         stored = self._stored.pop(response_id)

@@ -71,6 +71,16 @@ def test_an_item_is_found_by_its_id() -> None:
     assert refused.value.kind.status == 404
 
 
+def test_short_references_to_much_are_refused() -> None:
+    stored = StoredResponses(max_bytes=4000)
+    stored.keep({"input": "One?"}, answered(1, "x" * 2000))
+    once = {"type": "item_reference", "id": "msg_1"}
+    assert said(stored.expand({"input": [once]})) == ["x" * 2000]
+    with pytest.raises(RefusedError) as refused:
+        stored.expand({"input": [once] * 1000})
+    assert refused.value.kind.code == "too_large"
+
+
 @pytest.mark.parametrize(
     "body",
     [
