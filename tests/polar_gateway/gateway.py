@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polar_gateway import app
-from polar_gateway.config import InferenceConfig, NodeConfig
+from polar_gateway.config import InferenceConfig, ModelCallConfig, NodeConfig
 from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import ScriptedEngine
 from polar_gateway.testing.script import Rule, Script
@@ -23,6 +23,8 @@ from polar_gateway.testing.serve import serve
 
 MINI_AGENT = Path(__file__).parent.parent / "mini_agent.py"
 TOKEN = "test-token"
+IMPATIENT = ModelCallConfig(engine_patience_seconds=1.0)
+"""An engine that fails for longer is heard of."""
 
 
 def call(command: str) -> str:
@@ -88,16 +90,18 @@ class Gateway:
             f"{self.address.control_url}/sessions", json=self.document(session_id, **changes)
         )
 
-    async def result(self, session_id: str = "s1") -> SessionResult:
-        with anyio.fail_after(60):
+    async def result(self, session_id: str = "s1", within: float = 60) -> SessionResult:
+        with anyio.fail_after(within):
             while session_id not in self.results:
                 await self._changed.wait()
         return self.results[session_id]
 
-    async def run(self, session_id: str = "s1", **changes: Any) -> SessionResult:
+    async def run(
+        self, session_id: str = "s1", within: float = 60, **changes: Any
+    ) -> SessionResult:
         response = await self.dispatch(session_id, **changes)
         assert response.status_code == 200, response.text
-        return await self.result(session_id)
+        return await self.result(session_id, within)
 
     async def stage(self, session_id: str = "s1") -> str | None:
         response = await self.http.get(f"{self.address.control_url}/sessions/{session_id}")
@@ -147,7 +151,7 @@ async def gateway(
                         id="n1",
                         port=0,
                         inference=InferenceConfig(base_url=behind.url),
-                        **{"allow_unisolated": True, **config},
+                        **{"allow_unisolated": True, "model_calls": IMPATIENT, **config},
                     ),
                     data_dir=data_dir,
                     server_url=None,

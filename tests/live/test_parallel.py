@@ -1,0 +1,45 @@
+"""Each CLI runs the two calls of one turn and answers both in the next."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.live.driver import CLIS, assert_recorded, assert_sampled_once, live, rule, turn
+
+pytestmark = pytest.mark.clis
+
+
+@pytest.mark.parametrize("harness", CLIS)
+async def test_two_calls_of_one_turn_are_both_run_and_answered_in_their_order(
+    tmp_path: Path, harness: str
+) -> None:
+    ran = await live(
+        tmp_path,
+        harness,
+        rule(
+            "two rows",
+            turn(
+                harness,
+                "echo left > left.txt; echo LEFT-ROW",
+                "echo right > right.txt; echo RIGHT-ROW",
+            ),
+            turn(harness, say="Both are sown."),
+        ),
+        instruction="Sow two rows at once.",
+    )
+    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert (ran.workdir / "left.txt").read_text() == "left\n"
+    assert (ran.workdir / "right.txt").read_text() == "right\n"
+    first, second = ran.calls
+    assert first.message is not None
+    assert len(first.message["tool_calls"]) == 2
+    told = [m["content"] for m in second.request["messages"] if m["role"] == "tool"]
+    assert [("LEFT-ROW" in text, "RIGHT-ROW" in text) for text in told] == [
+        (True, False),
+        (False, True),
+    ]
+    assert_recorded(ran)
+    assert_sampled_once(ran)
+    assert ran.result.trajectory is not None
+    (trace,) = ran.result.trajectory.traces
+    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)
