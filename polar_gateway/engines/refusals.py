@@ -74,7 +74,7 @@ def overflow_message(said: str, prompt: int | None = None) -> str:
     if limit is None:
         return said
     most = int(limit[1] or limit[2])
-    if prompt is None:
+    if prompt is None or prompt < most:  # what says less than the engine has counted something else
         prompt = int(asked[1]) if asked else most + 1
     return f"prompt is too long: {prompt} tokens > {most} maximum. {said}"
 

@@ -273,18 +273,7 @@ class Vllm:
         """Exact: as the server renders the request where it tells, else as it counts the prompt of
         an answer of one token. What is too long to be asked is counted by /tokenize, which renders
         neither tools nor earlier reasoning quite as a call would."""
-        try:
-            if self._renders:
-                return len(await self._render(request))
-            return await self._prompt_tokens(request)
-        except EngineError as error:
-            if error.kind.code != "context_overflow":
-                raise
-        return len(await self._tokenize(request, add_generation_prompt=True))
-
-    async def _prompt_tokens(self, request: ModelRequest) -> int:
-        """The length of the prompt, by asking for one token."""
-        short = ModelRequest(
+        counted = ModelRequest(
             model=request.model,
             messages=request.messages,
             tools=request.tools,
@@ -292,7 +281,14 @@ class Vllm:
             template_kwargs=request.template_kwargs,
             max_tokens=1,
         )
-        reply = await self._complete(short, "", PromptReader(IdCache(), "", None))
+        try:
+            if self._renders:
+                return len(await self._render(counted))
+            reply = await self._complete(counted, "", PromptReader(IdCache(), "", None))
+        except EngineError as error:
+            if error.kind.code != "context_overflow":
+                raise
+            return len(await self._tokenize(request, add_generation_prompt=True))
         return reply.usage.prompt_tokens
 
     async def probe(self) -> EngineProbe:

@@ -97,6 +97,11 @@ def test_the_true_length_replaces_the_one_at_which_the_engine_stopped_counting()
     assert (counted.kind.code, counted.detail) == ("context_overflow", said.detail)
 
 
+def test_a_count_that_would_fit_is_not_believed() -> None:
+    said = error_of(400, refusal(PROMPT_ALONE))
+    assert overflow(said, 131_000).kind.message == said.kind.message
+
+
 def test_a_prompt_without_room_for_the_output_that_was_asked_for_overflows_too() -> None:
     refused = error_of(400, refusal("max_tokens=9000 cannot be greater than max_model_len=8192."))
     assert refused.kind.code == "invalid_request"
