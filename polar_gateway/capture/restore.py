@@ -5,9 +5,10 @@ dropped, and without its reasoning. Such an echo means the same as the answer, a
 What a harness has changed in meaning is its own words and stays.
 """
 
-import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+import msgspec
 
 from builders.records import Completion
 
@@ -35,9 +36,15 @@ class Candidate(NamedTuple):
     """It has been followed before by the message that follows the echo."""
 
 
-def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
-    """The answer with the most evidence, the latest delivered one of several, and whether the
-    evidence left it open."""
+class Choice(NamedTuple):
+    number: int
+    """Of the chosen candidate."""
+    ambiguous: bool
+    """The evidence would have allowed another answer, too."""
+
+
+def choose(candidates: Sequence[Candidate]) -> Choice:
+    """The answer with the most evidence, and of several the latest delivered one."""
     chosen = max(candidates, key=_evidence)
     rivals = [
         each
@@ -45,7 +52,9 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
         if (each.in_place, each.goes_on) == (chosen.in_place, chosen.goes_on)
     ]
     said = chosen.completion.response_message
-    return chosen, any(each.completion.response_message != said for each in rivals)
+    return Choice(
+        candidates.index(chosen), any(each.completion.response_message != said for each in rivals)
+    )
 
 
 def _evidence(candidate: Candidate) -> tuple[bool, bool, bool, int]:
@@ -106,11 +115,7 @@ def _same_arguments(
 
 def _parsed(arguments: str) -> Any:
     """Raises ValueError for what is no JSON. No text at all is a call without arguments."""
-    return json.loads(arguments, parse_constant=_no_json) if arguments.strip() else {}
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    return msgspec.json.decode(arguments) if arguments.strip() else {}
 
 
 def _schema(name: str, tools: Iterable[dict[str, Any]]) -> Any:

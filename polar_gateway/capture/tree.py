@@ -37,6 +37,11 @@ class _Node:
                 return node
         return None
 
+    @property
+    def answer(self) -> Completion:
+        """The latest delivered one of `answers`, which must not be empty."""
+        return max(self.answers, key=lambda each: (each.delivered, each.index))
+
     def may_be_of(self, reference: str | None) -> bool:
         """Whether this is no answer of another completion than the one referred to."""
         return (
@@ -76,8 +81,8 @@ class MessageTree:
         """Completion id -> where it was said."""
         self._recorded: dict[int, _Node] = {}
         """`id` of a recorded message, which lives as long as the tree -> where it was said."""
-        self._called: dict[str, list[Completion]] = {}
-        """Call id -> the completions that handed it out: some engines count from 0 in each."""
+        self._called: dict[str, list[_Node]] = {}
+        """Call id -> the answers that handed it out: some engines count from 0 in each."""
 
     def find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         toolset = self._intern(tools)
@@ -113,13 +118,12 @@ class MessageTree:
         said = self._grown(node, completion.response_message)
         if not said.answers:
             self._recorded[id(said.message)] = said
+            for call in said.message.get("tool_calls", ()):
+                self._called.setdefault(call["id"], []).append(said)
+            for sibling in node.children:
+                sibling.echo = None  # may be that of the new answer as well
         said.answers.append(completion)
-        for sibling in node.children:
-            sibling.echo = None  # may be that of the new answer as well
         self._said[completion.completion_id] = said
-        for call in completion.response_message.get("tool_calls", ()):
-            if call["id"]:
-                self._called.setdefault(call["id"], []).append(completion)
         place.path.append(said)
         for node in place.path:
             node.latest[place.toolset] = completion
@@ -171,41 +175,42 @@ class MessageTree:
         reference: str | None,
         tools: list[dict[str, Any]] | None,
     ) -> "tuple[_Node, Restoration, tuple[str, ...]] | None":
-        """The answer that `echo`, said behind `before`, is an echo of."""
+        """The answer that `echo`, said behind `before`, is an echo of, how it is restored, and what
+        to note of that."""
         here = [] if before is None else [node for node in before.children if node.answers]
         for node in here:
             if node.echo is not None and node.echo[0] == echo and node.may_be_of(reference):
                 return node, node.echo[1], node.echo[1].notes
-        candidates = []
-        places = {id(answer): node for node in here for answer in node.answers}
-        for completion in self._suspects(echo, here, reference):
-            found = restore.restoration(echo, completion.response_message, tools)
+        nodes: list[_Node] = []
+        candidates: list[Candidate] = []
+        for node in self._suspects(echo, here, reference):
+            found = restore.restoration(echo, node.message, tools)
             if found is not None:
-                node = places.get(id(completion), self._said[completion.completion_id])
+                in_place = next((each for each in here if each.answers is node.answers), None)
+                node = in_place or node
                 goes_on = following is not None and (
                     node.child(_reissued(following, list(found.call_ids))) is not None
                 )
-                candidates.append(Candidate(completion, found, id(completion) in places, goes_on))
+                nodes.append(node)
+                candidates.append(Candidate(node.answer, found, in_place is not None, goes_on))
         if not candidates:
             return None
-        chosen, ambiguous = restore.choose(candidates)
-        node = places.get(id(chosen.completion), self._said[chosen.completion.completion_id])
-        if ambiguous:
-            return node, chosen.restoration, (*chosen.restoration.notes, AMBIGUOUS)
-        if chosen.in_place:
-            node.echo = echo, chosen.restoration
-        return node, chosen.restoration, chosen.restoration.notes
+        number, ambiguous = restore.choose(candidates)
+        node, restoration = nodes[number], candidates[number].restoration
+        if len(candidates) == 1 and candidates[0].in_place:
+            node.echo = echo, restoration
+        return node, restoration, (*restoration.notes, *([AMBIGUOUS] if ambiguous else []))
 
     def _suspects(
         self, echo: dict[str, Any], here: list[_Node], reference: str | None
-    ) -> list[Completion]:
+    ) -> list[_Node]:
         """The answers that the strongest evidence there is allows."""
         if reference is not None and reference in self._said:
-            return self._said[reference].answers
+            return [self._said[reference]]
         for call in echo.get("tool_calls", ()):
             if call["id"] in self._called:
                 return self._called[call["id"]]
-        return [answer for node in here for answer in node.answers]
+        return here
 
     def _intern(self, tools: list[dict[str, Any]] | None) -> int:
         for number, known in enumerate(self._toolsets):

@@ -1,0 +1,193 @@
+from array import array
+from typing import Any
+
+import pytest
+
+from builders.records import Completion
+from polar_gateway.capture.restore import Candidate, Restoration, choose, restoration
+from polar_gateway.dialects.messages import assistant_message, tool_call
+
+EDIT = {
+    "type": "function",
+    "function": {
+        "name": "Edit",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "file_path": {"type": "string"},
+                "replace_all": {"type": "boolean", "default": False},
+                "hunks": {
+                    "type": "array",
+                    "items": {"properties": {"count": {"type": "integer", "default": 1}}},
+                },
+            },
+        },
+    },
+}
+
+
+def says(
+    *arguments: str, text: str = "", reasoning: str = "", name: str = "Edit"
+) -> dict[str, Any]:
+    calls = [tool_call(f"c{number}", name, each) for number, each in enumerate(arguments)]
+    return assistant_message(text, reasoning, calls)
+
+
+def restored(echo: dict[str, Any], answer: dict[str, Any]) -> tuple[str, ...] | None:
+    """The notes of a restoration; None where there is none."""
+    found = restoration(echo, answer, [EDIT])
+    return None if found is None else found.notes
+
+
+def test_an_identical_echo_lacks_nothing() -> None:
+    said = says('{"file_path": "a"}', text="I edit.", reasoning="Hm.")
+    assert restoration(said, {**said}, None) == Restoration()
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer"),
+    [
+        ('{"a":1}', '{"a": 1.0}'),
+        ('{"b":2,"a":1}', '{"a":1,"b":2}'),
+        ('{"a":"é"}', '{"a": "\\u00e9"}'),
+        ('{"a":100}', '{"a": 1e2}'),
+        ('{"a":12345678901234567000}', '{"a": 12345678901234567890}'),
+        ('{"a":{"b":[1,{"c":null}]}}', '{ "a": { "b": [ 1.0, { "c": null } ] } }'),
+        ("{}", ""),
+        ("{}", " "),
+        ('{"file_path":"a"}', '{"file_path": "b", "file_path": "a"}'),
+    ],
+)
+def test_arguments_that_are_spelled_anew_mean_the_same(echo: str, answer: str) -> None:
+    assert restored(says(echo), says(answer)) == ("arguments restored",)
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer"),
+    [
+        ('{"replace_all":false,"file_path":"a"}', '{"file_path": "a"}'),
+        ('{"file_path":"a"}', '{"file_path": "a", "replace_all": false}'),
+        ('{"hunks":[{"count":1},{}]}', '{"hunks": [{}, {"count": 1.0}]}'),
+    ],
+)
+def test_arguments_with_defaults_added_or_dropped_mean_the_same(echo: str, answer: str) -> None:
+    assert restored(says(echo), says(answer)) == ("arguments restored",)
+    # The schema is the one of the tool that was called.
+    assert restored(says(echo, name="Write"), says(answer, name="Write")) is None
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer"),
+    [
+        ('{"a":1}', '{"a": 2}'),
+        ('{"a":1}', '{"a": true}'),
+        ('{"a":0}', '{"a": false}'),
+        ('{"a":1}', '{"a": "1"}'),
+        ('{"a":null}', "{}"),
+        ('{"a":[1]}', '{"a": [1, 2]}'),
+        ('{"a":[1]}', '{"a": {"0": 1}}'),
+        ('{"file_path":"a","replace_all":true}', '{"file_path": "a"}'),
+        ('{"file_path":""}', "{}"),
+        ("{}", '{"a": '),
+        ('{"a":"b"}', '{"a": "b'),
+        ('{"a":null}', '{"a": NaN}'),
+        ("1" + "0" * 400, "2.5"),
+        ("[" * 5000 + "]" * 5000, "[" * 5000 + " " + "]" * 5000),
+    ],
+)
+def test_arguments_that_say_something_else_are_an_edit(echo: str, answer: str) -> None:
+    assert restored(says(echo), says(answer)) is None
+
+
+def test_text_that_is_no_json_means_what_it_says() -> None:
+    assert restored(says('{"a": '), says('{"a": ')) == ()
+    assert restored(says('{"a":'), says('{"a": ')) is None
+
+
+def test_a_schema_that_is_none_says_nothing_about_defaults() -> None:
+    odd: list[Any] = [True, None, [], {"properties": []}, {"properties": {"x": True}}]
+    for schema in odd:
+        tools = [{"type": "function", "function": {"name": "Edit", "parameters": schema}}]
+        assert restoration(says('{"x":1}'), says("{}"), tools) is None
+        assert restoration(says('{"x":[1]}'), says('{"x": [1]}'), tools) is not None
+
+
+def test_reasoning_that_was_dropped_comes_back_and_changed_reasoning_is_an_edit() -> None:
+    answer = says(text="Yes.", reasoning="Let me think.\n")
+    assert restored(says(text="Yes."), answer) == ("reasoning restored",)
+    assert restored(says(text="Yes.", reasoning="Let me think."), answer) == ("reasoning restored",)
+    assert restored(says(text="Yes.", reasoning="Let me thin"), answer) is None
+    assert restored(says(text="Yes.", reasoning="I know."), says(text="Yes.")) is None
+
+
+def test_white_space_around_a_text_comes_back_and_nothing_else_does() -> None:
+    answer = says("{}", text="\n\nI look at it.\n")
+    assert restored(says("{}", text="I look at it."), answer) == ("white space restored",)
+    assert restored(says("{}", text=""), says("{}", text="\n")) == ("white space restored",)
+    for text in ("", "I look", "I look  at it.", "i look at it."):
+        assert restored(says("{}", text=text), answer) is None
+    parts = [{"type": "text", "text": "I look at it."}]
+    assert restored({**says("{}"), "content": parts}, answer) is None
+
+
+def test_other_calls_are_an_edit() -> None:
+    answer = says("{}", '{"a": 1}')
+    assert restored(says("{}"), answer) is None
+    assert restored(says("{}", '{"a": 1}', "{}"), answer) is None
+    assert restored(says('{"a": 1}', "{}"), answer) is None
+    assert restored(says("{}", '{"a": 1}', name="invalid"), answer) is None
+    assert restored(says(), answer) is None
+
+
+def test_call_ids_do_not_count_and_are_paired_in_order() -> None:
+    echo = says("{}", "{}", "{}")
+    for call, call_id in zip(echo["tool_calls"], ("x", "c1", "y"), strict=True):
+        call["id"] = call_id
+    assert restoration(echo, says("{}", "{}", "{}"), None) == Restoration(
+        ("call ids restored",), (("x", "c0"), ("y", "c2"))
+    )
+
+
+def candidate(
+    index: int,
+    said: str,
+    *,
+    delivered: bool = True,
+    in_place: bool = True,
+    goes_on: bool = False,
+) -> Candidate:
+    completion = Completion(
+        completion_id=f"msg_{index:012x}",
+        index=index,
+        tail=array("i"),
+        sampled_ids=array("i"),
+        logprobs=None,
+        messages_tail=[],
+        response_message=says(reasoning=said),
+        finish_reason="stop",
+        delivered=delivered,
+    )
+    return Candidate(completion, Restoration(), in_place, goes_on)
+
+
+def chosen(*candidates: Candidate) -> tuple[int, bool]:
+    number, ambiguous = choose(candidates)
+    return candidates[number].completion.index, ambiguous
+
+
+def test_of_several_answers_the_one_with_the_most_evidence_is_chosen() -> None:
+    assert chosen(candidate(1, "a")) == (1, False)
+    assert chosen(candidate(1, "a"), candidate(2, "b", in_place=False, goes_on=True)) == (1, False)
+    assert chosen(candidate(1, "a", goes_on=True), candidate(2, "b")) == (1, False)
+
+
+def test_between_equal_evidence_the_latest_delivered_answer_is_taken_and_it_is_said() -> None:
+    assert chosen(candidate(1, "a"), candidate(2, "b"), candidate(3, "c", delivered=False)) == (
+        2,
+        True,
+    )
+    assert chosen(candidate(1, "a", delivered=False), candidate(2, "b", delivered=False)) == (
+        2,
+        True,
+    )
+    assert chosen(candidate(1, "a"), candidate(2, "a")) == (2, False)

@@ -1,0 +1,655 @@
+"""Which answer an echo is one of, seen through a session's capture."""
+
+import itertools
+import json
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.records import Completion
+from polar_gateway.capture.session import OpenCall, SessionCapture
+from polar_gateway.dialects.messages import assistant_message, message_of
+from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
+from polar_gateway.engines.base import EngineReply
+
+Message = dict[str, Any]
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> SessionCapture:
+    return capture_in(tmp_path)
+
+
+def capture_in(folder: Path) -> SessionCapture:
+    return SessionCapture(
+        session_id="s1",
+        task_id=None,
+        journal_path=folder / "journal",
+        metadata={},
+        policy_version=None,
+    )
+
+
+def asked(
+    messages: list[Message],
+    answers: dict[int, str] | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> ModelRequest:
+    # A harness sends its history anew each time, so no object is the one of an earlier call.
+    sent = msgspec.json.decode(msgspec.json.encode([messages, tools]))
+    return ModelRequest(model="m", messages=sent[0], tools=sent[1], answers=answers or {})
+
+
+class Session:
+    """Calls as the proxy makes them."""
+
+    def __init__(self, capture: SessionCapture) -> None:
+        self.capture = capture
+        self._ids = itertools.count()
+
+    def open(self, request: ModelRequest) -> OpenCall:
+        return self.capture.open(
+            self.capture.restored(request),
+            completion_id=f"msg_{next(self._ids):012x}",
+            dialect="chat",
+            headers={},
+        )
+
+    def answer(self, request: ModelRequest, *blocks: Block) -> Completion:
+        return self.open(request).close(reply(*blocks), {})
+
+
+def reply(*blocks: Block) -> EngineReply:
+    return EngineReply(
+        prompt_ids=array("i", [1]),
+        sampled_ids=array("i", [2]),
+        logprobs=array("f", [-0.5]),
+        blocks=list(blocks),
+        finish_reason="stop",
+        usage=Usage(),
+    )
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def result(call_id: str, text: str = "done") -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def bash(call_id: str, command: str = "ls") -> Call:
+    return Call(id=call_id, name="bash", arguments=json.dumps({"command": command}, indent=1))
+
+
+def echo(completion: Completion, **changes: Any) -> Message:
+    """The answer as a harness sends it back that drops reasoning and spells arguments anew."""
+    message = msgspec.json.decode(msgspec.json.encode(completion.response_message))
+    message.pop("reasoning_content", None)
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = compact(json.loads(call["function"]["arguments"]))
+    return {**message, **changes}
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+GO = [user("go")]
+
+
+def test_an_echo_becomes_the_recorded_message_and_the_notes_say_what_came_back(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), Reasoning(text="Hm."), Text(text="Look."), bash("c1"))
+    request = asked([*GO, echo(first), result("c1")])
+    request.notes.append("store ignored")
+    restored = capture.restored(request)
+    assert restored.messages[1] is first.response_message
+    assert restored.messages[0] is first.messages[0]
+    assert restored.messages[2:] == request.messages[2:]
+    assert restored.notes == ["store ignored", "reasoning restored", "arguments restored"]
+    assert request.messages[1] == echo(first)
+    assert request.notes == ["store ignored"]
+
+
+def test_a_history_that_came_back_whole_is_as_it_was_and_nothing_is_noted(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), Reasoning(text="Hm."), bash("c1"))
+    request = asked([*GO, first.response_message, result("c1")])
+    assert capture.restored(request) == request
+    assert capture.restored(asked(GO)) == asked(GO)
+
+
+def test_the_record_is_what_the_engine_was_sent(capture: SessionCapture) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), Reasoning(text="Hm."), bash("c1"))
+    second = session.answer(asked([*GO, echo(first), result("c1")]), Text(text="Done."))
+    assert second.messages == [*GO, first.response_message, result("c1")]
+    assert (second.parent, second.messages_shared) == (first, 2)
+    assert second.messages_tail == [result("c1")]
+    assert second.notes == ["reasoning restored", "arguments restored"]
+    unrestored = capture.open(
+        asked([*GO, echo(first), result("c1")]),
+        completion_id="msg_00000000000f",
+        dialect="chat",
+        headers={},
+    ).close(reply(Text(text="Done.")), {})
+    assert unrestored.messages[1] == echo(first)
+
+
+def test_restoring_is_stable_over_a_whole_conversation(capture: SessionCapture) -> None:
+    session = Session(capture)
+    sent: list[Message] = [*GO]
+    done: list[Completion] = []
+    for turn in range(8):
+        done.append(
+            session.answer(
+                asked(sent), Reasoning(text=f"Step {turn}."), bash(f"c{turn}", f"step {turn}")
+            )
+        )
+        sent = [*sent, echo(done[-1]), result(f"c{turn}")]
+    for earlier, later in itertools.pairwise(done):
+        assert later.parent is earlier
+        assert later.messages[:-1] == earlier.thread
+        assert later.messages[-2] is earlier.response_message
+
+
+# ---- evidence ----
+
+
+def siblings(session: Session, *blocks: list[Block]) -> list[Completion]:
+    """Several answers to one prompt."""
+    return [session.answer(asked(GO), *each) for each in blocks]
+
+
+def thought(text: str, *, said: str = "Yes.") -> list[Block]:
+    return [Reasoning(text=text), Text(text=said)]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_reference_tells_siblings_apart(capture: SessionCapture, which: int) -> None:
+    said: list[Block] = [Text(text="Yes.")]
+    answers = siblings(Session(capture), thought("a"), said, thought("b"))
+    request = asked([*GO, echo(answers[which]), user("more")], {1: answers[which].completion_id})
+    restored = capture.restored(request)
+    assert restored.messages[1] is answers[which].response_message
+    assert restored.notes == ([] if which == 1 else ["reasoning restored"])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_call_id_tells_siblings_apart(capture: SessionCapture, which: int) -> None:
+    answers = siblings(
+        Session(capture),
+        [Reasoning(text="a"), bash("x")],
+        [Reasoning(text="b"), bash("y")],
+    )
+    restored = capture.restored(asked([*GO, echo(answers[which]), result("xy"[which])]))
+    assert restored.messages[1] is answers[which].response_message
+    assert "ambiguous echo" not in restored.notes
+
+
+def test_reasoning_that_is_there_tells_siblings_apart(capture: SessionCapture) -> None:
+    first, second = siblings(
+        Session(capture),
+        [Reasoning(text="a"), bash("functions.bash:0")],
+        [Reasoning(text="b"), bash("functions.bash:0")],
+    )
+    for answer, reasoning in ((first, "a"), (second, "b")):
+        sent = echo(answer, reasoning_content=reasoning)
+        restored = capture.restored(asked([*GO, sent, result("functions.bash:0")]))
+        assert restored.messages[1] is answer.response_message
+        assert restored.notes == ["arguments restored"]
+
+
+def test_an_echo_that_is_exactly_one_of_the_siblings_is_that_one(capture: SessionCapture) -> None:
+    plain, _ = siblings(Session(capture), [Text(text="Yes.")], thought("b"))
+    restored = capture.restored(asked([*GO, echo(plain), user("more")]))
+    assert restored.messages[1] is plain.response_message
+    assert restored.notes == []
+
+
+def test_repeated_call_ids_are_narrowed_by_the_place_of_the_echo(capture: SessionCapture) -> None:
+    session = Session(capture)
+    sent: list[Message] = [*GO]
+    done = []
+    for turn in range(3):
+        done.append(
+            session.answer(asked(sent), Reasoning(text=f"try {turn}"), bash("functions.bash:0"))
+        )
+        sent = [*sent, echo(done[-1]), result("functions.bash:0", f"try {turn} failed")]
+    restored = capture.restored(asked(sent))
+    assert [
+        message is d.response_message
+        for message, d in zip(restored.messages[1::2], done, strict=True)
+    ] == [True] * 3
+    assert "ambiguous echo" not in restored.notes
+
+
+def test_an_ambiguous_echo_is_of_the_latest_delivered_answer_and_that_is_noted(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    _, second = siblings(session, thought("a"), thought("b"))
+    lost = session.open(asked(GO))
+    lost.close(reply(*thought("c")), {})
+    lost.undelivered(0)
+    restored = capture.restored(asked([*GO, echo(second), user("more")]))
+    assert restored.messages[1] is second.response_message
+    assert restored.notes == ["reasoning restored", "ambiguous echo"]
+
+
+def test_an_ambiguous_echo_stays_with_the_answer_that_it_was_taken_for(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), *thought("a"))
+    on = [*GO, echo(first), user("more")]
+    second = session.answer(asked(on), Text(text="Fine."))
+    session.answer(asked(GO), *thought("b"))
+    third = session.answer(asked([*on, echo(second), user("and more")]), Text(text="Good."))
+    assert third.messages[1] is first.response_message
+    assert third.parent is second
+    # The other conversation, too, once it goes on.
+    fourth = session.answer(asked([*GO, echo(first), user("else")]), Text(text="Fine."))
+    assert fourth.notes == ["reasoning restored", "ambiguous echo"]
+    assert fourth.messages[1]["reasoning_content"] == "b"
+
+
+def test_answers_that_are_equal_are_not_ambiguous(capture: SessionCapture) -> None:
+    first, _ = siblings(Session(capture), thought("a"), thought("a"))
+    restored = capture.restored(asked([*GO, echo(first), user("more")]))
+    assert restored.messages[1] == first.response_message
+    assert restored.notes == ["reasoning restored"]
+
+
+def test_an_answer_is_found_under_another_head_by_its_reference_or_its_call_id(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), Reasoning(text="a"), bash("c1"))
+    second = session.answer(asked([*GO, echo(first), result("c1")]), *thought("b", said="One."))
+    third = session.answer(asked([*second.thread, user("?")]), *thought("c", said="Two."))
+    tail = [echo(first), result("c1"), echo(second), user("?"), echo(third), user("!")]
+    after_compaction = asked([user("Summary."), *tail])
+    restored = capture.restored(after_compaction)
+    # The first by its call id, the others because they stand behind it as before.
+    for index, answer in ((1, first), (3, second), (5, third)):
+        assert restored.messages[index] is answer.response_message
+    fourth = session.answer(after_compaction, Text(text="Ok."))
+    assert fourth.messages == restored.messages
+    # Without the call there is nothing but the reference to go by.
+    alone = [user("Summary."), echo(third), user("!")]
+    assert capture.restored(asked(alone)) == asked(alone)
+    referring = capture.restored(asked(alone, {1: third.completion_id}))
+    assert referring.messages[1] is third.response_message
+    # Where it has been restored once, its place is known as well.
+    session.answer(asked(alone, {1: third.completion_id}), Text(text="Ok."))
+    assert capture.restored(asked(alone)).messages[1] is third.response_message
+
+
+def test_an_answer_that_is_not_recorded_yet_stays_as_it_was_sent_first(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    slow = session.open(asked(GO))
+    answer = reply(Reasoning(text="a"), bash("c1"))
+    sent = assistant_message("", "a", [])
+    sent["tool_calls"] = [{**answer.message["tool_calls"][0]}]
+    sent["tool_calls"][0]["function"] = {"name": "bash", "arguments": '{"command":"ls"}'}
+    on = [*GO, sent, result("c1")]
+    second = session.open(asked(on)).close(reply(Text(text="Done.")), {})
+    slow.close(answer, {})
+    third = session.open(asked([*on, second.response_message, user("more")]))
+    assert third.after == second.completion_id
+
+
+# ---- ids ----
+
+
+def test_call_ids_that_a_harness_made_up_become_the_recorded_ones_in_the_results_too(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), bash("x", "a"), bash("y", "b"), bash("x", "c"))
+    sent = echo(first)
+    for number, call in enumerate(sent["tool_calls"]):
+        call["id"] = f"functionCall_{number}"
+    results = [result(f"functionCall_{number}", str(number)) for number in (2, 0, 1)]
+    on = [*GO, sent, *results]
+    for _ in range(2):
+        restored = capture.restored(asked(on))
+        assert restored.messages[1] is first.response_message
+        assert restored.messages[2:] == [result("x", "2"), result("x", "0"), result("y", "1")]
+        assert restored.notes == ["arguments restored", "call ids restored"]
+        session.answer(asked(on), Text(text="Done."))
+    later = asked([*on, user("more"), assistant_message("Hm", "", []), result("functionCall_0")])
+    assert capture.restored(later).messages[-1] == result("functionCall_0")
+
+
+# ---- edits ----
+
+
+def edits(answer: Message) -> dict[str, Message]:
+    """What harnesses make of an answer that is no longer what the model said."""
+    call = answer["tool_calls"][0]
+    renamed = {**call, "function": {**call["function"], "name": "invalid"}}
+    emptied = {**call, "function": {**call["function"], "arguments": "{}"}}
+    return {
+        "reasoning of its own": {**answer, "reasoning_content": "I was told to."},
+        "reasoning cut off": {**answer, "reasoning_content": answer["reasoning_content"][:3]},
+        "text": {**answer, "content": "I do it."},
+        "half of the text": {**answer, "content": answer["content"][:5]},
+        "text without its call": assistant_message(
+            answer["content"], answer["reasoning_content"], []
+        ),
+        "tool renamed": {**answer, "tool_calls": [renamed]},
+        "arguments emptied": {**answer, "tool_calls": [emptied]},
+        "a call more": {**answer, "tool_calls": [call, {**call, "id": "c9"}]},
+    }
+
+
+EDITS = list(edits(message_of([*thought("abcdef", said="I look."), bash("c1")])))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("referring", [False, True])
+@pytest.mark.parametrize("arguments", ['{"command": "ls"}', '{"command": "l'])
+def test_an_edit_stays_the_harnesss_words(
+    capture: SessionCapture, edit: str, referring: bool, arguments: str
+) -> None:
+    session = Session(capture)
+    call = Call(id="c1", name="bash", arguments=arguments)
+    first = session.answer(asked(GO), *thought("abcdef", said="I look."), call)
+    # Another answer says what the edit says, but it is not the one that is referred to.
+    changed = edits(first.response_message)[edit]
+    twin = {**changed, "reasoning_content": changed["reasoning_content"] + "\n"}
+    session.answer(asked(GO), *blocks_of({**twin, "tool_calls": []}))
+    sent = [*GO, changed, user("more")]
+    answers = {1: first.completion_id} if referring else {}
+    for _ in range(2):
+        restored = capture.restored(asked(sent, answers))
+        if referring or changed.get("tool_calls"):
+            assert restored.messages == sent
+            assert restored.notes == []
+        session.answer(asked(sent, answers), Text(text="Done."))
+
+
+def test_a_half_delivered_answer_keeps_the_half_that_the_harness_kept(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    call = session.open(asked(GO))
+    call.close(reply(*thought("a", said="I look at it, then I"), bash("c1")), {})
+    call.undelivered(5)
+    sent = [*GO, assistant_message("I look at it,", "a", []), user("Go on.")]
+    assert capture.restored(asked(sent)).messages == sent
+
+
+def blocks_of(message: Message) -> list[Block]:
+    blocks: list[Block] = []
+    if message.get("reasoning_content"):
+        blocks.append(Reasoning(text=message["reasoning_content"]))
+    if message["content"]:
+        blocks.append(Text(text=message["content"]))
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        blocks.append(Call(id=call["id"], name=function["name"], arguments=function["arguments"]))
+    return blocks
+
+
+# ---- over generated conversations ----
+
+NAMES = ("bash", "Edit", "Write")
+DEFAULTS = {"replace_all": False, "limit": 20, "mode": None}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"default": value} for key, value in DEFAULTS.items()},
+            },
+        },
+    }
+    for name in NAMES
+]
+
+Words = st.text(st.characters(codec="utf-8"), max_size=8)
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | Words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(Words, inner, max_size=3),
+    max_leaves=6,
+)
+Arguments = st.builds(
+    lambda given, defaults: {**given, **{key: DEFAULTS[key] for key in defaults}},
+    st.dictionaries(Words, Json, max_size=3),
+    st.lists(st.sampled_from(list(DEFAULTS)), max_size=2),
+)
+
+
+class Turn(NamedTuple):
+    reasoning: str
+    text: str
+    calls: list[tuple[str, str]]
+    """Name and argument text, in the model's spelling, which may be none at all."""
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    calls = []
+    for name in draw(st.lists(st.sampled_from(NAMES), max_size=3)):
+        value = draw(Arguments)
+        spelled = draw(
+            st.sampled_from([compact(value), json.dumps(value), json.dumps(value, indent=2)])
+        )
+        calls.append((name, spelled[:-1] if draw(st.integers(0, 9)) == 0 else spelled))
+    return Turn(draw(Words), draw(Words), calls)
+
+
+class Client(NamedTuple):
+    """What a harness does to an answer before it sends it back."""
+
+    spelling: str
+    defaults: str
+    keeps_reasoning: bool
+    refers: bool
+    """It sends back the reference that came with each answer."""
+    strips: bool
+    keeps_ids: bool
+
+
+CLIENTS = {
+    "codex": Client("verbatim", "kept", True, True, False, True),
+    "claude_code": Client("compact", "added", True, True, False, True),
+    "pi": Client("compact", "kept", True, False, True, True),
+    "qwen_code": Client("compact", "kept", True, False, False, True),
+    "opencode": Client("compact", "added", False, False, True, True),
+    "gemini_cli": Client("compact", "dropped", False, True, False, True),
+    "a sub-agent of gemini_cli": Client("compact", "kept", False, False, False, False),
+}
+
+
+def as_javascript(value: Any) -> Any:
+    """Numbers as that language writes them."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [as_javascript(each) for each in value]
+    if isinstance(value, dict):
+        return {key: as_javascript(each) for key, each in value.items()}
+    return value
+
+
+def respelled(arguments: str, client: Client) -> str:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    if client.spelling == "verbatim":
+        return arguments
+    if client.defaults == "added":
+        value = {**DEFAULTS, **value}
+    if client.defaults == "dropped":
+        # By type as well: 0 is not the false that is the default.
+        value = {
+            key: each
+            for key, each in value.items()
+            if key not in DEFAULTS or compact(each) != compact(DEFAULTS[key])
+        }
+    return compact(as_javascript(value))
+
+
+def rendered(answer: Message, client: Client, place: int) -> Message:
+    text = answer["content"].strip() if client.strips else answer["content"]
+    reasoning = answer.get("reasoning_content", "") if client.keeps_reasoning else ""
+    calls = [
+        {
+            "id": call["id"] if client.keeps_ids else f"functionCall_{place}_{number}",
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": respelled(call["function"]["arguments"], client),
+            },
+        }
+        for number, call in enumerate(answer.get("tool_calls", ()))
+    ]
+    return assistant_message(text, reasoning, calls)
+
+
+def results_of(message: Message, texts: str) -> list[Message]:
+    calls = message.get("tool_calls", ())
+    return [result(call["id"], texts) for call in calls] or [user(texts)]
+
+
+class Conversation:
+    """One conversation of a harness, and what the engine should see of it."""
+
+    def __init__(self, session: Session, client: Client, opening: str, counting_ids: bool) -> None:
+        self._session = session
+        self._client = client
+        self._counting_ids = counting_ids
+        self._sent: list[Message] = [user(opening)]
+        self._seen: list[Message] = [user(opening)]
+        self._answers: dict[int, str] = {}
+        self._same = True
+
+    def say(self, turn: Turn, number: int) -> None:
+        request = asked(self._sent, self._answers, TOOLS)
+        restored = self._session.capture.restored(request)
+        assert restored.messages == self._seen
+        assert (restored.notes == []) == self._same
+        calls = [
+            Call(
+                id=f"{name}:{at}" if self._counting_ids else f"call_{number}_{at}",
+                name=name,
+                arguments=arguments,
+            )
+            for at, (name, arguments) in enumerate(turn.calls)
+        ]
+        blocks: list[Block] = [Reasoning(text=turn.reasoning), Text(text=turn.text), *calls]
+        completion = self._session.answer(request, *blocks)
+        answer = completion.response_message
+        echoed = rendered(answer, self._client, len(self._sent))
+        if self._client.refers:
+            self._answers[len(self._sent)] = completion.completion_id
+        self._same = self._same and echoed == answer
+        said = f"result {number}"
+        self._sent += [echoed, *results_of(echoed, said)]
+        self._seen += [answer, *results_of(answer, said)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    said=st.lists(turns(), min_size=1, max_size=6),
+    counting_ids=st.booleans(),
+    name=st.sampled_from(list(CLIENTS)),
+)
+def test_what_a_harness_sends_back_is_restored_exactly(
+    tmp_path_factory: pytest.TempPathFactory, said: list[Turn], counting_ids: bool, name: str
+) -> None:
+    session = Session(capture_in(tmp_path_factory.mktemp("session")))
+    conversation = Conversation(session, CLIENTS[name], "go", counting_ids)
+    for number, turn in enumerate(said):
+        conversation.say(turn, number)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    said=st.lists(st.tuples(st.integers(0, 2), turns()), min_size=2, max_size=8),
+    counting_ids=st.booleans(),
+)
+def test_conversations_that_begin_alike_are_told_apart_by_reference(
+    tmp_path_factory: pytest.TempPathFactory, said: list[tuple[int, Turn]], counting_ids: bool
+) -> None:
+    """Sub-agents with one prompt, which answer much the same and differ in their reasoning."""
+    session = Session(capture_in(tmp_path_factory.mktemp("session")))
+    client = CLIENTS["gemini_cli"]
+    conversations = [Conversation(session, client, "go", counting_ids) for _ in range(3)]
+    for number, (which, turn) in enumerate(said):
+        conversations[which].say(turn, number)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    said=st.lists(turns(), min_size=2, max_size=5),
+    name=st.sampled_from(list(CLIENTS)),
+    edited=st.integers(0, 4),
+    edit=st.sampled_from(["text", "reasoning", "call added", "call dropped", "arguments"]),
+)
+def test_no_edit_is_ever_restored_away(
+    tmp_path_factory: pytest.TempPathFactory, said: list[Turn], name: str, edited: int, edit: str
+) -> None:
+    session, client = Session(capture_in(tmp_path_factory.mktemp("session"))), CLIENTS[name]
+    sent: list[Message] = [user("go")]
+    answers: dict[int, str] = {}
+    changed: Message | None = None
+    at = -1
+    for number, turn in enumerate(said):
+        restored = session.capture.restored(asked(sent, answers, TOOLS))
+        if changed is not None:
+            assert restored.messages[at] == changed
+        blocks = [
+            Call(id=f"call_{number}_{k}", name=called, arguments=arguments)
+            for k, (called, arguments) in enumerate(turn.calls)
+        ]
+        completion = session.answer(
+            asked(sent, answers, TOOLS),
+            Reasoning(text=turn.reasoning),
+            Text(text=turn.text),
+            *blocks,
+        )
+        message = rendered(completion.response_message, client, len(sent))
+        if number == edited % len(said):
+            at, message = len(sent), changed_by(message, edit)
+            changed = message
+        if client.refers:
+            answers[len(sent)] = completion.completion_id
+        sent = [*sent, message, *results_of(message, f"result {number}")]
+    assert session.capture.restored(asked(sent, answers, TOOLS)).messages[at] == changed
+
+
+def changed_by(message: Message, edit: str) -> Message:
+    calls = message.get("tool_calls", [])
+    reasoning = message.get("reasoning_content", "")
+    if edit == "text" or (not calls and edit in ("call dropped", "arguments")):
+        return {**message, "content": message["content"] + "!"}
+    if edit == "reasoning":
+        return {**message, "reasoning_content": reasoning + "I was told to."}
+    if edit == "call added":
+        added = bash("added").arguments
+        call = {"id": "added", "type": "function", "function": {"name": "bash", "arguments": added}}
+        return {**message, "tool_calls": [*calls, call]}
+    if edit == "call dropped":
+        return assistant_message(message["content"], reasoning, calls[1:])
+    function = {**calls[0]["function"], "arguments": '{"something":"else"}'}
+    return {**message, "tool_calls": [{**calls[0], "function": function}, *calls[1:]]}
