@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects.anthropic_tools import as_function
 from polar_gateway.dialects.messages import Conversation, Treatment, mapping, note, objects, string
@@ -67,7 +65,6 @@ REFUSED = {
 }
 
 _BILLING = "x-anthropic-billing-header"
-_UNPARSED = "__unparsedToolInput"
 
 
 def match(
@@ -251,7 +248,7 @@ class _History:
                         shared.tool_call(
                             _field(block, "id", where, index),
                             _field(block, "name", where, index),
-                            _spell_input(block.get("input")),
+                            shared.arguments_of_object(block.get("input")),
                         )
                     )
                 case "thinking" | "redacted_thinking" as kind:
@@ -431,14 +428,6 @@ def _search_text(block: dict[str, Any], field: str) -> str:
     return "\n".join([line for line in heading if line] + texts)
 
 
-def _spell_input(value: Any) -> str:
-    """A tool input as argument text, undoing how `answer` had to wrap what is no JSON object."""
-    wrapped = value.get(_UNPARSED) if isinstance(value, dict) and len(value) == 1 else None
-    if isinstance(wrapped, dict) and isinstance(wrapped.get("raw"), str):
-        return str(wrapped["raw"])
-    return shared.compact_json({} if value is None else value)
-
-
 def _tool_choice(
     body: dict[str, Any], tools: list[dict[str, Any]] | None, notes: list[str]
 ) -> tuple[Any, bool | None]:
@@ -492,18 +481,8 @@ def _answer_block(block: Block, completion_id: str) -> dict[str, Any]:
                 "type": "tool_use",
                 "id": block.id,
                 "name": block.name,
-                "input": _parse_arguments(block.arguments),
+                "input": shared.object_of_arguments(block.arguments),
             }
-
-
-def _parse_arguments(arguments: str) -> dict[str, Any]:
-    """This API's inputs are objects; anything else is wrapped as Claude Code wraps it, so that the
-    tool refuses it and the model hears of it."""
-    try:
-        value = msgspec.json.decode(arguments) if arguments.strip() else {}
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {_UNPARSED: {"raw": arguments}}
 
 
 def _stop(turn: Turn) -> dict[str, str | None]:
@@ -631,8 +610,12 @@ _ERROR_TYPES = {
 }
 
 
+_STATUSES = {"context_overflow": 400, "rate_limit": 429, "overloaded": 529}
+"""Where this API has one status for the error, whatever the engine's was."""
+
+
 def error_status(error: ErrorKind) -> int:
-    return 529 if error.code == "overloaded" else error.status
+    return _STATUSES.get(error.code, error.status)
 
 
 def error_body(error: ErrorKind) -> bytes:

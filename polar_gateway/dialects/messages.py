@@ -201,6 +201,27 @@ def as_reminder(text: str) -> str:
     return text.strip() if is_reminder(text) else f"<system-reminder>\n{text}\n</system-reminder>"
 
 
+_UNPARSED = "__unparsedToolInput"
+
+
+def object_of_arguments(arguments: str) -> dict[str, Any]:
+    """A call's arguments for an API in which they are an object. What is none is wrapped as Claude
+    Code wraps it, so that the tool refuses it and the model hears of it."""
+    try:
+        value = msgspec.json.decode(arguments) if arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {_UNPARSED: {"raw": arguments}}
+
+
+def arguments_of_object(value: Any) -> str:
+    """The arguments again, as they were sampled where they had to be wrapped."""
+    wrapped = value.get(_UNPARSED) if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(wrapped, dict) and isinstance(wrapped.get("raw"), str):
+        return str(wrapped["raw"])
+    return compact_json({} if value is None else value)
+
+
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -526,7 +526,7 @@ def test_thoughts_are_told_to_those_who_ask() -> None:
     assert silent["candidates"][0]["content"]["parts"] == [{"text": ""}]
 
 
-@pytest.mark.parametrize("arguments", ['{"command": "echo', "[1]", "NaN", '{"a": 1}}'])
+@pytest.mark.parametrize("arguments", ['{"command": "echo', "[1]", "NaN", '{"a": 1}}', "[" * 9999])
 def test_arguments_that_are_no_object_come_back_as_they_were_sampled(arguments: str) -> None:
     answered = turn([Call(id="call_1", name="run", arguments=arguments)])
     [content] = receive(google, google.answer(asked(), answered)).history
