@@ -32,6 +32,30 @@ class CompletionPersistence(msgspec.Struct, kw_only=True, frozen=True, forbid_un
     retry_backoff_seconds: float = 0.1
 
 
+class ModelCallConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How harnesses are served on a node's model listener."""
+
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 32 << 20
+    """Of a request; a full context of images stays below."""
+    max_decompressed_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 32 << 20
+    """Of a request that came compressed."""
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 64 << 10
+    """Of what is no body: a request's line and headers, or what stands between the pieces of a
+    chunked body and behind them. Harnesses send a few kilobytes."""
+    max_unread_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 128 << 20
+    """Of the request bodies that one session is sending at a time."""
+    max_calls: Annotated[int, msgspec.Meta(ge=1)] = 256
+    """Of one session at a time; harnesses with parallel sub-agents make a few dozen."""
+    header_delay_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """After which an answer's headers leave without anything to go with them."""
+    keep_alive_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """Of silence after which a harness is given a sign of life."""
+    retry_grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """For which a generation outlives the connection of the harness that asked for it."""
+    engine_patience_seconds: Annotated[float, msgspec.Meta(ge=0)] = 120.0
+    """For which a call that the engine failed is asked again before the harness hears of it."""
+
+
 class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One gateway node."""
 
@@ -44,6 +68,7 @@ class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     model_host: str = "127.0.0.1"
     model_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """The model listener, for runtimes that share the host's network; 0 takes a free port."""
+    model_calls: ModelCallConfig = msgspec.field(default_factory=ModelCallConfig)
     model_served: str = ""
     """The engine's model name; empty: the first that the engine lists."""
     inference: InferenceConfig = msgspec.field(default_factory=InferenceConfig)

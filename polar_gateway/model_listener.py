@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,10 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from polar_gateway import dialects
+from polar_gateway.dialects import chat
+from polar_gateway.request_body import headers_too_large
+
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
@@ -24,14 +29,14 @@ IDLE_SECONDS = 600
 """How long an idle connection is kept: longer than agents pause between calls, so that none of
 them meets a connection that was closed while it wrote."""
 
-MAX_HEAD_BYTES = 64 << 10
-"""Of what is no body: a request's line and headers, or what stands between the pieces of a chunked
-body and behind them. Agents send a few kilobytes."""
-
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol with two gaps closed: it keeps a header of any length for whoever
     connects, and does not notice that a client left which had sent its next request already."""
+
+    def __init__(self, *, max_header_bytes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._max_header_bytes = max_header_bytes
 
     _head_bytes = 0
     """Bytes received since a message began or a piece of its body came."""
@@ -41,19 +46,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > self._max_header_bytes and not self.transport.is_closing():
             logger.warning("a connection sent %d bytes of headers", self._head_bytes)
+            cycle: RequestResponseCycle | None = self.cycle
+            if cycle is None or cycle.response_complete:
+                self.transport.write(self._too_large())
             self.transport.close()
+
+    def _too_large(self) -> bytes:
+        """The answer to a request whose headers do not end, in the dialect that its line is in."""
+        route = dialects.route("POST", self.url.partition(b"?")[0].decode("latin-1"), {}, {})
+        dialect = chat if route is None else route.dialect
+        kind = headers_too_large(self._max_header_bytes)
+        body = dialect.error_body(kind)
+        status = HTTPStatus(dialect.error_status(kind))
+        return (
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (status.value, status.phrase.encode(), len(body), body)
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-
-    def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -81,13 +97,22 @@ class ModelListener:
     Answers on their way have `shutdown_seconds` to be finished in.
     """
 
-    def __init__(self, app: Any, host: str, port: int, *, shutdown_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        max_header_bytes: int = 64 << 10,
+        shutdown_seconds: float = 5.0,
+    ) -> None:
         self._host = host
         self._shutdown_seconds = shutdown_seconds
+        self._max_header_bytes = max_header_bytes
         self._state = ServerState()
         self._config = uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=HttpToolsProtocol,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -142,7 +167,11 @@ class ModelListener:
     async def _serve(self, listening: socket.socket) -> asyncio.Server:
         listening.setblocking(False)
         protocol = partial(
-            BoundedHttpProtocol, config=self._config, server_state=self._state, app_state={}
+            BoundedHttpProtocol,
+            max_header_bytes=self._max_header_bytes,
+            config=self._config,
+            server_state=self._state,
+            app_state={},
         )
         loop = asyncio.get_running_loop()
         server = await loop.create_server(protocol, sock=listening, backlog=BACKLOG)

@@ -474,6 +474,7 @@ async def open_node(
             engine=engine,
             model_served=probe.model,
             max_model_len=probe.max_model_len,
+            config=config.model_calls,
         )
         packs = {
             pack.name: pack.path for pack in npm.installed(config.pack_dir or npm.default_cache())
@@ -489,7 +490,12 @@ async def open_node(
             adapters=loaded_adapters(packs),
             packs=packs,
             runtimes=offered,
-            listener=ModelListener(proxy, config.model_host, config.model_port),
+            listener=ModelListener(
+                proxy,
+                config.model_host,
+                config.model_port,
+                max_header_bytes=config.model_calls.max_header_bytes,
+            ),
             slots=Slots(config),
             deliver=outbox.put,
         )

@@ -326,10 +326,12 @@ class SessionRun:
 
         Where the engine failed, a harness that went on and completed has got over it. A request
         that had to be refused, or a record that could not be kept, fails the session however its
-        harness ended.
+        harness ended, and so does a context that overflowed where nothing was said after it.
         """
         run, failed_call = self._harness_run, self.session.engine_failure
-        if failed_call is not None and failed_call.boundary != "engine":
+        if self.session.refused is not None:
+            return self.session.refused
+        if failed_call is not None and failed_call.code == "context_overflow":
             return failed_call
         if run is None or (run.end is not None and run.end.outcome == "completed"):
             return None

@@ -6,13 +6,12 @@ the end of the turn. Text and reasoning flow as they come.
 """
 
 import logging
+import random
 import secrets
 import time
-from asyncio import sleep
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import anyio
@@ -20,24 +19,26 @@ import msgspec
 
 from polar_gateway import dialects
 from polar_gateway.capture.journal import CaptureError
-from polar_gateway.capture.session import OpenCall
-from polar_gateway.dialects import Route, anthropic, chat
+from polar_gateway.capture.side_calls import classify
+from polar_gateway.config import ModelCallConfig
+from polar_gateway.dialects import Route, anthropic, chat, responses
 from polar_gateway.dialects.turn import (
     BlockEnd,
     BlockStart,
     Dialect,
     ErrorKind,
     ModelRequest,
-    TurnEnd,
     UnsupportedRequestError,
 )
 from polar_gateway.engines.base import Engine, EngineError, EngineReply, EngineStream
 from polar_gateway.errors import Failure
+from polar_gateway.exchange import Exchange, Intake, Receive, Send
+from polar_gateway.generations import Asked, Generation, Listener, asked, is_marked
 from polar_gateway.protocol import Sampling
 from polar_gateway.request_body import (
-    MAX_BODY_BYTES,
     RefusedError,
     decoded,
+    headers_too_large,
     inflated,
     invalid,
     too_large,
@@ -47,13 +48,7 @@ from polar_gateway.sessions import Session, Sessions
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-MAX_UNREAD_BYTES = 128 << 20
-"""Of the request bodies that one session is sending at a time."""
-MAX_CALLS = 256
-"""Of one session at a time; harnesses with parallel sub-agents make a few dozen."""
+_T = TypeVar("_T")
 
 SEALED = ErrorKind(status=400, code="session_closed", message="this session has ended")
 """400, because that is what command-line agents ask again least: most never, Claude Code 6 times
@@ -64,186 +59,16 @@ UNRECORDED = ErrorKind(
 )
 """Why not is for the operator; it names files of the host."""
 
-_JSON = (b"content-type", b"application/json")
-_SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+"""Seconds between the tries of a call that the engine failed; they double."""
 
+OVERLOAD_SECONDS = 3
+"""After which a harness may ask an overloaded engine again."""
 
-class Intake:
-    """How much of their unfinished request bodies the sessions have sent, each bounded."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held: Counter[str] = Counter()
-
-    @contextmanager
-    def of(self, session_id: str) -> Iterator[Callable[[int], None]]:
-        """Yields what to call with the size of each piece; raises RefusedError past the limit."""
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            taken += size
-            self._held[session_id] += size
-            if self._held[session_id] > self._limit:
-                message = f"this session is sending more than {self._limit} bytes at once"
-                raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
-
-        try:
-            yield take
-        finally:
-            self._held[session_id] -= taken
-            if not self._held[session_id]:
-                del self._held[session_id]
-
-
-class Client:
-    """The harness's end of one exchange; writes nothing more once it is gone."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._starting = anyio.Lock(fast_acquire=True)
-        self.gone = False
-        self.started = False
-        self._ending = False
-        self.last_write = 0.0
-
-    async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
-        """The whole request body; `take` hears of its pieces. Raises RefusedError past `limit`."""
-        message = await self._receive()
-        whole: bytes = message.get("body", b"")
-        if message.get("more_body"):
-            parts, size = [whole], len(whole)
-            take(size)
-            while message.get("more_body"):
-                message = await self._receive()
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                take(len(parts[-1]))
-                if size > limit:
-                    break
-            whole = b"".join(parts)
-        if message["type"] == "http.disconnect":
-            raise RefusedError(invalid("the request ended in the middle of its body"))
-        if len(whole) > limit:
-            raise RefusedError(too_large(f"is larger than {limit} bytes"))
-        return whole
-
-    async def wait_gone(self) -> None:
-        """Return when the harness has closed its connection, which it is heard to do only here."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-
-    async def answer(self, status: int, body: bytes) -> bool:
-        """Send a whole answer; False when the harness was gone before it was written."""
-        headers = [_JSON, (b"content-length", b"%d" % len(body))]
-        self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        return await self._finish()
-
-    async def write(self, data: bytes) -> None:
-        """Send a piece of a streamed answer, headers first."""
-        self.last_write = time.monotonic()
-        if self.gone or self._ending:
-            return
-        if not self.started:
-            async with self._starting:
-                if not self.started:
-                    start = {"type": "http.response.start", "status": 200, "headers": _SSE}
-                    await self._send(start)
-                    self.started = True
-        if data:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self) -> bool:
-        """End a streamed answer; False when the harness was gone before the last piece."""
-        self._ending = True
-        return await self._finish()
-
-    async def _finish(self) -> bool:
-        if not self.gone:
-            # The server drops what is written to a lost connection without a word. One turn of
-            # the loop lets `wait_gone` say so first.
-            await sleep(0)
-        delivered = not self.gone
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        return delivered
-
-
-class Call:
-    """One model call of a session on its way."""
-
-    def __init__(
-        self,
-        client: Client,
-        session: Session,
-        dialect: Dialect,
-        request: ModelRequest,
-        record: OpenCall,
-    ) -> None:
-        self.client = client
-        self.session = session
-        self.dialect = dialect
-        self.request = request
-        self.record = record
-        self.created = int(time.time())
-        self.streamer = dialect.streamer(request, record.completion_id, self.created)
-        self.stream: EngineStream | None = None
-        self._opened = False
-
-    def follow(self, stream: EngineStream) -> None:
-        self.stream = stream
-        self.record.follow(stream, sent_sampling(self.request))
-
-    def opening(self, prompt_tokens: int) -> bytes:
-        """What a streamed answer begins with; empty from the second time on."""
-        if self._opened:
-            return b""
-        self._opened = True
-        return self.streamer.open(prompt_tokens)
-
-    def keep(self, reply: EngineReply) -> None:
-        """Make the record durable."""
-        self.record.close(reply, sent_sampling(self.request))
-        failure = self.session.engine_failure
-        if failure is not None and failure.boundary == "engine":
-            self.session.engine_failure = None
-
-    def undelivered(self) -> None:
-        try:
-            self.record.undelivered()
-        except CaptureError as error:
-            self.failed(error)
-
-    def failed(self, error: EngineError | CaptureError) -> ErrorKind:
-        """Note why there is no answer; returns what the harness shall hear."""
-        session = self.session
-        if isinstance(error, CaptureError):
-            if session.sealed:
-                return SEALED
-            session.engine_failure = error.failure
-            logger.error("session %s: %s", session.session_id, error)
-            return UNRECORDED
-        session.engine_failure = Failure(
-            boundary="engine", message=str(error), infra=error.infra, detail=error.detail
-        )
-        logger.warning("session %s: %s", session.session_id, error)
-        code = "call_failed" if self.stream is None else "engine_broke_off"
-        try:
-            self.record.fail(str(error), code)
-        except CaptureError as lost:
-            return self.failed(lost)
-        return error.kind
-
-    def abandoned(self) -> ErrorKind:
-        """The generation was cancelled, by the session's seal or because its harness went."""
-        try:
-            self.record.fail("the harness went away", "call_abandoned")
-        except CaptureError as error:
-            return self.failed(error)
-        return SEALED
+TWIN_SECONDS = 0.05
+"""How long a call that equals one in flight waits for that one's harness to turn out to be gone:
+the end of its connection may come in behind the next one's beginning."""
 
 
 class Proxy:
@@ -256,80 +81,47 @@ class Proxy:
         engine: Engine,
         model_served: str,
         max_model_len: int | None = None,
-        header_delay: float = 10.0,
-        keep_alive: float = 10.0,
-        retry_grace: float = 5.0,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
-        max_calls: int = MAX_CALLS,
+        config: ModelCallConfig | None = None,
     ) -> None:
         self._sessions = sessions
         self._engine = engine
         self._model_served = model_served
         self._max_model_len = max_model_len
-        self._header_delay = header_delay
-        """Seconds after which a stream's headers leave without an event to go with them."""
-        self._keep_alive = keep_alive
-        """Seconds of silence after which the harness is given a sign of life."""
-        self._retry_grace = retry_grace
-        """Seconds for which a generation outlives its client."""
-        self._max_body_bytes = max_body_bytes
-        self._intake = Intake(max_unread_bytes)
-        self._max_calls = max_calls
+        self._config = config or ModelCallConfig()
+        self._max_head = self._config.max_header_bytes
+        self._intake = Intake(self._config.max_unread_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        client = Client(receive, send)
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        raw_query = scope["query_string"]
+        query = dict(parse_qsl(raw_query.decode("latin-1"))) if raw_query else {}
+        exchange = Exchange(receive, send)
         route = dialects.route(scope["method"], scope["path"], query, headers)
         dialect = chat if route is None else route.dialect
         try:
-            if route is None:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_head:
+                refused = headers_too_large(self._max_head)
+            elif route is None:
                 message = f"nothing is served at {scope['method']} {scope['path']}"
                 refused = ErrorKind(status=404, code="not_found", message=message)
             elif route.kind == "probe":
-                await client.answer(200, b"{}")
+                await exchange.answer(200, b"{}")
                 return
             elif route.kind == "websocket":
                 message = "no WebSocket is served here; use HTTP"
                 refused = ErrorKind(status=426, code="invalid_request", message=message)
             else:
-                session = self._session(headers, scope["query_string"])
-                await self._serve(client, session, route, headers)
+                session = self._session(headers, query)
+                await self._serve(exchange, session, route, scope, query, headers)
                 return
         except RefusedError as error:
             refused = error.kind
-        await client.answer(dialect.error_status(refused), dialect.error_body(refused))
+        _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+        await exchange.refuse(dialect, refused)
 
-    async def _serve(
-        self, client: Client, session: Session, route: Route, headers: Mapping[str, str]
-    ) -> None:
-        """Answer what a session's harness may ask. Raises RefusedError before any answer began."""
-        dialect = route.dialect
-        if route.kind == "models":
-            await client.answer(200, dialect.models_body([self._model_served]))
-            return
-        if len(session.calls) >= self._max_calls:
-            message = f"this session has {self._max_calls} model calls in flight"
-            raise RefusedError(ErrorKind(status=429, code="rate_limit", message=message))
-        tokens: int | None = None
-        with anyio.CancelScope() as asking, in_flight(session, asking):
-            body, notes = await self._read(client, session, headers)
-            body.update(route.fields)
-            request = self._normalise(session, dialect, body, notes)
-            if route.kind == "count_tokens":
-                tokens = await self._count(request)
-        if asking.cancelled_caught:
-            raise RefusedError(SEALED)
-        if tokens is not None:
-            await client.answer(200, dialect.count_body(tokens))
-        else:
-            await self._call(client, session, dialect, request, headers)
-
-    def _session(self, headers: Mapping[str, str], query_string: bytes) -> Session:
-        query = dict(parse_qsl(query_string.decode("latin-1"))) if query_string else {}
+    def _session(self, headers: Mapping[str, str], query: Mapping[str, str]) -> Session:
         key = dialects.api_key(headers, query)
         session = self._sessions.by_key(key) if key else None
         if session is None:
@@ -339,18 +131,62 @@ class Proxy:
             raise RefusedError(SEALED)
         return session
 
+    async def _serve(
+        self,
+        exchange: Exchange,
+        session: Session,
+        route: Route,
+        scope: Scope,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+    ) -> None:
+        """Answer what a session's harness may ask. Raises RefusedError before any answer began."""
+        dialect = route.dialect
+        if route.kind in ("models", "model", "stored"):
+            _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+        match route.kind:
+            case "models":
+                await exchange.answer(200, dialect.models_body([self._model_served]))
+                return
+            case "model":
+                await exchange.answer(200, dialect.model_body(route.fields["model"]))
+                return
+            case "stored":
+                said = session.responses.answer(scope["method"], scope["path"], query)
+                await exchange.answer(said.status, said.body)
+                return
+        if len(session.calls) >= self._config.max_calls:
+            message = f"this session has {self._config.max_calls} model calls in flight"
+            raise RefusedError(
+                ErrorKind(status=429, code="rate_limit", message=message, retry_after=1)
+            )
+        tokens: int | None = None
+        with anyio.CancelScope() as asking, in_flight(session, asking):
+            body, notes = await self._read(exchange, session, headers)
+            body.update(route.fields)
+            whole = session.responses.expand(body) if dialect.name == "responses" else body
+            request = self._normalise(session, dialect, whole, notes)
+            if route.kind == "count_tokens":
+                tokens = await self._count(request)
+        if asking.cancelled_caught:
+            raise RefusedError(SEALED)
+        if tokens is not None:
+            _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+            await exchange.answer(200, dialect.count_body(tokens))
+        else:
+            await self._call(exchange, session, dialect, body, request, headers)
+
     async def _read(
-        self, client: Client, session: Session, headers: Mapping[str, str]
+        self, exchange: Exchange, session: Session, headers: Mapping[str, str]
     ) -> tuple[dict[str, Any], list[str]]:
         """The request's body, and notes of what was changed to read it."""
-        limit = self._max_body_bytes
+        limit = self._config.max_body_bytes
         if int(headers.get("content-length") or 0) > limit:
             raise RefusedError(too_large(f"is larger than {limit} bytes"))
         with self._intake.of(session.session_id) as take:
-            data = await client.body(limit, take)
-        encoding = headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            data = inflated(data, encoding, limit)
+            data = await exchange.body(limit, take)
+        if "content-encoding" in headers:
+            data = inflated(data, headers["content-encoding"], self._config.max_decompressed_bytes)
         return decoded(data)
 
     def _normalise(
@@ -362,140 +198,291 @@ class Proxy:
             if dialect is anthropic:
                 # Claude Code answers a 400 by asking for something else, with other tools; what
                 # it would then do is no longer the task, so the session fails for this reason.
-                session.engine_failure = Failure(
+                session.refused = Failure(
                     boundary="harness",
                     message=f"the harness asked for what is not supported: {error}",
+                    code="unsupported_request",
                 )
             raise RefusedError(invalid(str(error))) from error
         if notes:
             request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
-        return with_overrides(request, session.sampling, self._max_model_len)
+        return request
 
     async def _count(self, request: ModelRequest) -> int:
         try:
-            return await self._engine.count_tokens(request)
+            return await self._ask(lambda: self._engine.count_tokens(request))
         except EngineError as error:
             logger.warning("tokens could not be counted: %s", error)
             raise RefusedError(error.kind) from error
 
     async def _call(
         self,
-        client: Client,
+        exchange: Exchange,
         session: Session,
         dialect: Dialect,
+        body: dict[str, Any],
         request: ModelRequest,
         headers: Mapping[str, str],
     ) -> None:
+        call = asked(dialect.name, headers, request)
+        earlier = await self._made_before(session, call, marked=is_marked(headers))
         if session.sealed:
             raise RefusedError(SEALED)
-        completion_id = f"msg_{secrets.token_hex(6)}"
+        if earlier is not None:
+            again = self._replay if earlier.ended.is_set() else self._join
+            await again(session, earlier, exchange, dialect, request)
+            return
+        request = session.capture.restored(request)
+        request = with_overrides(request, session.sampling, self._max_model_len)
         try:
             record = session.capture.open(
-                request, completion_id=completion_id, dialect=dialect.name, headers=headers
+                request,
+                completion_id=f"msg_{secrets.token_hex(6)}",
+                dialect=dialect.name,
+                headers=headers,
+                kind=classify(request, dialect.name, headers),
             )
         except CaptureError as error:
-            session.engine_failure = error.failure
+            session.refused = error.failure
             logger.exception("session %s has no journal", session.session_id)
             raise RefusedError(UNRECORDED) from error
-        call = Call(client, session, dialect, request, record)
-        if request.stream:
-            await self._stream(call)
-        else:
-            await self._whole(call)
+        generation = Generation(call, record)
+        listener = Listener(exchange, dialect, request, record.completion_id, generation.created)
+        generation.listeners.append(listener)
+        sampler = Sampler(self._engine, self._ask, session, generation, request)
+        if dialect is responses and session.responses.wanted(body):
+            sampler.before_the_end = lambda turn: session.responses.keep(
+                body, dialect.answer(request, turn)
+            )
+        session.generations.add(generation)
+        try:
+            async with anyio.create_task_group() as group:
+                generation.scope = group.cancel_scope
+                with in_flight(session, group.cancel_scope):
+                    group.start_soon(self._attend, generation, listener)
+                    await sampler.run()
+                group.cancel_scope.cancel()
+            if generation.turn is None and generation.refusal is None:
+                await generation.refuse(sampler.abandoned())
+        finally:
+            session.generations.end(generation)
+            if generation.turn is not None and not generation.delivered:
+                sampler.undelivered()
 
-    async def _whole(self, call: Call) -> None:
-        refusal: ErrorKind | None = None
-        answered = False
-        async with anyio.create_task_group() as group:
-            with in_flight(call.session, group.cancel_scope):
-                group.start_soon(self._outlive, call.client, group.cancel_scope)
-                try:
-                    reply = await self._engine.complete(
-                        call.request, call.record.completion_id, call.record.after
-                    )
-                    call.keep(reply)
-                except (EngineError, CaptureError) as error:
-                    refusal = call.failed(error)
-                else:
-                    answered = True
-                    turn = reply.turn(call.record.completion_id, call.created)
-                    if not await call.client.answer(200, call.dialect.answer(call.request, turn)):
-                        call.undelivered()
-            group.cancel_scope.cancel()
-        if not answered:
-            raise RefusedError(refusal or call.abandoned())
+    async def _made_before(
+        self, session: Session, call: Asked, *, marked: bool
+    ) -> Generation | None:
+        """The same call as it was made before, if this one only repeats it: one in flight whose
+        harness is gone, or a finished one whose answer nobody received.
 
-    async def _stream(self, call: Call) -> None:
-        refusal: ErrorKind | None = None
-        answered = False
-        stream: EngineStream | None = None
+        While the other's harness is there, the repetition is a wish for another sample, unless it
+        is marked as a repetition.
+        """
+        twin = session.generations.live_twin(call)
+        if twin is not None and twin.attended and not marked:
+            await anyio.sleep(TWIN_SECONDS)
+            twin = session.generations.live_twin(call)
+        if twin is not None and (marked or not twin.attended):
+            if twin.turn is None and twin.refusal is None:
+                return twin
+            # Its end is being told at this moment, too late to listen in.
+            await twin.ended.wait()
+        return session.generations.take_unclaimed(call)
+
+    async def _replay(
+        self,
+        session: Session,
+        generation: Generation,
+        exchange: Exchange,
+        dialect: Dialect,
+        request: ModelRequest,
+    ) -> None:
+        """Give the recorded answer to a harness that did not get it when it was made."""
+        record = generation.record
+        listener = Listener(exchange, dialect, request, record.completion_id, generation.created)
         async with anyio.create_task_group() as group:
-            with in_flight(call.session, group.cancel_scope):
-                group.start_soon(self._outlive, call.client, group.cancel_scope)
-                group.start_soon(self._show_life, call)
-                try:
-                    stream = await self._engine.stream(
-                        call.request, call.record.completion_id, call.record.after
-                    )
-                    call.follow(stream)
-                    await self._forward(call, stream)
-                except (EngineError, CaptureError) as error:
-                    refusal = call.failed(error)
-                else:
-                    answered = True
-                    if not await call.client.end():
-                        call.undelivered()
-                finally:
-                    if stream is not None:
-                        await stream.aclose()
+            group.start_soon(exchange.wait_gone)
+            await generation.replay(listener)
             group.cancel_scope.cancel()
-        if answered:
+        if not generation.delivered:
+            session.generations.put_back(generation)
             return
-        refusal = refusal or call.abandoned()
-        if not call.client.started:
-            raise RefusedError(refusal)
-        await call.client.write(call.streamer.error(refusal))
-        await call.client.end()
+        try:
+            session.capture.redelivered(record.completion_id)
+        except CaptureError as error:
+            session.refused = error.failure
+            logger.exception("session %s: a delivery was not recorded", session.session_id)
 
-    async def _forward(self, call: Call, stream: EngineStream) -> None:
+    async def _join(
+        self,
+        session: Session,
+        generation: Generation,
+        exchange: Exchange,
+        dialect: Dialect,
+        request: ModelRequest,
+    ) -> None:
+        """Let a harness that has asked again hear the answer that is on its way."""
+        completion_id = generation.record.completion_id
+        listener = Listener(exchange, dialect, request, completion_id, generation.created)
+        async with anyio.create_task_group() as group:
+            with in_flight(session, group.cancel_scope):
+                group.start_soon(self._attend, generation, listener)
+                await generation.join(listener)
+                await generation.ended.wait()
+            group.cancel_scope.cancel()
+        if generation.turn is None and generation.refusal is None:
+            await listener.refuse(SEALED)
+
+    async def _attend(self, generation: Generation, listener: Listener) -> None:
+        """Give a waiting harness signs of life, and cancel a generation that nobody waits for:
+        not at once, as harnesses come back and ask again."""
+        exchange = listener.exchange
+        pause = self._config.header_delay_seconds
+        while not exchange.gone:
+            with anyio.move_on_after(pause):
+                await exchange.wait_gone()
+                break
+            pause = exchange.last_write + self._config.keep_alive_seconds - time.monotonic()
+            if not exchange.started or pause <= 0:
+                await listener.show_life()
+                pause = self._config.keep_alive_seconds
+        if not generation.attended:
+            await anyio.sleep(self._config.retry_grace_seconds)
+            if not generation.attended:
+                generation.scope.cancel()
+
+    async def _ask(self, once: Callable[[], Awaitable[_T]]) -> _T:
+        """Ask the engine until it answers, as long as that may help and patience lasts."""
+        give_up = time.monotonic() + self._config.engine_patience_seconds
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await once()
+            except EngineError as error:
+                wait = max(pause * random.uniform(0.8, 1.2), error.kind.retry_after or 0.0)
+                if not error.again or time.monotonic() + wait > give_up:
+                    raise
+                logger.info("the engine is asked again in %.1f s: %s", wait, error)
+            await anyio.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class Sampler:
+    """Samples one generation and keeps its record."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ask: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
+        session: Session,
+        generation: Generation,
+        request: ModelRequest,
+    ) -> None:
+        self._engine = engine
+        self._ask = ask
+        self._session = session
+        self._generation = generation
+        self._request = request
+        self._record = generation.record
+        self._streaming = False
+        self.before_the_end: Callable[[Any], None] | None = None
+        """What else must know the turn before the harness does."""
+
+    async def run(self) -> None:
+        generation, request = self._generation, self._request
+        try:
+            reply = await (self._streamed() if request.stream else self._whole())
+            self._keep(reply)
+        except (EngineError, CaptureError) as error:
+            await generation.refuse(self._failed(error))
+            return
+        turn = reply.turn(self._record.completion_id, generation.created)
+        if self.before_the_end is not None:
+            self.before_the_end(turn)
+        await generation.conclude(turn)
+
+    async def _whole(self) -> EngineReply:
+        record, request = self._record, self._request
+        reply: EngineReply = await self._ask(
+            lambda: self._engine.complete(request, record.completion_id, record.after)
+        )
+        return reply
+
+    async def _streamed(self) -> EngineReply:
         """Hand a generation on as it comes, each part when its record allows it."""
-        client, streamer = call.client, call.streamer
-        in_call = False
-        async for events in stream:
-            data = call.opening(stream.prompt_tokens)
-            ends_call = False
-            for event in events:
-                data += streamer.event(event)
-                if isinstance(event, BlockStart):
-                    in_call = event.kind == "call"
-                elif isinstance(event, BlockEnd) and in_call:
-                    ends_call = True
-            if ends_call:
-                call.record.append()
-            await client.write(data)
-        reply = stream.reply
-        call.keep(reply)
-        end = TurnEnd(turn=reply.turn(call.record.completion_id, call.created))
-        await client.write(call.opening(stream.prompt_tokens) + streamer.event(end))
+        record, request = self._record, self._request
+        stream: EngineStream = await self._ask(
+            lambda: self._engine.stream(request, record.completion_id, record.after)
+        )
+        self._streaming = True
+        try:
+            record.follow(stream, sent_sampling(request))
+            in_call = False
+            async for events in stream:
+                ends_call = False
+                for event in events:
+                    if isinstance(event, BlockStart):
+                        in_call = event.kind == "call"
+                    elif isinstance(event, BlockEnd) and in_call:
+                        ends_call = True
+                if ends_call:
+                    record.append()
+                await self._generation.hand_on(events, stream)
+            return stream.reply
+        finally:
+            await stream.aclose()
 
-    async def _outlive(self, client: Client, generation: anyio.CancelScope) -> None:
-        """Cancel a generation some time after its client went: it may come back and ask again."""
-        await client.wait_gone()
-        await anyio.sleep(self._retry_grace)
-        generation.cancel()
+    def _keep(self, reply: EngineReply) -> None:
+        """Make the record durable."""
+        self._record.close(reply, sent_sampling(self._request))
+        self._session.engine_failure = None
 
-    async def _show_life(self, call: Call) -> None:
-        """Send headers when they are due, and a sign of life whenever there was long silence."""
-        client = call.client
-        await anyio.sleep(self._header_delay)
-        if opening := call.opening(0):
-            await client.write(opening)
-        while not client.gone:
-            silence = time.monotonic() - client.last_write
-            if silence < self._keep_alive:
-                await anyio.sleep(self._keep_alive - silence)
-            else:
-                await client.write(call.streamer.keep_alive())
+    def _failed(self, error: EngineError | CaptureError) -> ErrorKind:
+        """Note why there is no answer; returns what the harness shall hear."""
+        session = self._session
+        if isinstance(error, CaptureError):
+            if session.sealed:
+                return SEALED
+            session.refused = error.failure
+            logger.error("session %s: %s", session.session_id, error)
+            return UNRECORDED
+        kind = error.kind
+        if kind.code == "overloaded" and kind.retry_after is None:
+            # Without it codex does not try as often as it is told to.
+            kind = msgspec.structs.replace(kind, retry_after=OVERLOAD_SECONDS)
+        overflow = kind.code == "context_overflow"
+        session.engine_failure = Failure(
+            boundary="harness" if overflow else "engine",
+            message=str(error),
+            infra=error.infra,
+            detail=error.detail,
+            code=kind.code if overflow else "",
+        )
+        logger.warning("session %s: %s", session.session_id, error)
+        code = "engine_broke_off" if self._streaming else "call_failed"
+        return self._end(code, str(error)) or kind
+
+    def abandoned(self) -> ErrorKind:
+        """The generation was cancelled, by the session's seal or because its harness went."""
+        return self._end("call_abandoned", "the harness went away") or SEALED
+
+    def _end(self, code: str, message: str) -> ErrorKind | None:
+        try:
+            self._record.fail(message, code, self._generation.delivered_tokens)
+        except CaptureError as error:
+            return self._failed(error)
+        return None
+
+    def undelivered(self) -> None:
+        try:
+            self._record.undelivered(self._generation.delivered_tokens)
+        except CaptureError as error:
+            self._failed(error)
+
+
+def _identify(exchange: Exchange, dialect: Dialect, request_id: str) -> None:
+    """Let the answer name the request as this provider's answers do."""
+    exchange.headers.append((dialect.request_id_header.encode(), request_id.encode()))
 
 
 @contextmanager
@@ -522,12 +509,12 @@ def with_overrides(
         limit = min(limit, max_model_len)
     if limit == request.max_tokens and not overrides:
         return request
-    asked = {**request.sampling, "max_tokens": request.max_tokens}
+    given = {**request.sampling, "max_tokens": request.max_tokens}
     wanted = {**overrides, "max_tokens": limit}
     notes = [
-        f"{name}: {value} instead of {asked.get(name)}"
+        f"{name}: {value} instead of {given.get(name)}"
         for name, value in wanted.items()
-        if asked.get(name) != value
+        if given.get(name) != value
     ]
     return msgspec.structs.replace(
         request,

@@ -5,15 +5,20 @@ other sessions too: nothing here takes more than a fraction of a second, whateve
 """
 
 import re
+import sys
 import zlib
 from typing import Any
 
+import brotli
 import msgspec
 
 from polar_gateway.dialects.turn import ErrorKind
 
-MAX_BODY_BYTES = 32 << 20
-"""Of a request, before and after decompression; a full context of images stays below."""
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 MAX_VALUES = 500_000
 """Commas and opening brackets, those in strings among them, as what is built from a body grows with
 them: more than fit into the contexts of today's models."""
@@ -48,21 +53,41 @@ def too_large(what: str) -> ErrorKind:
     return ErrorKind(status=413, code="too_large", message=f"the body {what}")
 
 
+def headers_too_large(limit: int) -> ErrorKind:
+    message = f"the headers are larger than {limit} bytes"
+    return ErrorKind(status=431, code="too_large", message=message)
+
+
 def inflated(data: bytes, encoding: str, limit: int) -> bytes:
     """Decompress a request body. Raises RefusedError when it is not what it says or grows too big."""
-    window = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}.get(encoding)
-    if window is None:
-        raise RefusedError(invalid(f"content-encoding {encoding!r} is not supported"))
-    inflater = zlib.decompressobj(window)
-    try:
-        whole = inflater.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise RefusedError(invalid(f"the body is not {encoding}: {error}")) from error
-    if len(whole) > limit:
-        raise RefusedError(too_large(f"is larger than {limit} bytes"))
-    if not inflater.eof:
-        raise RefusedError(invalid(f"the {encoding} body is cut short"))
-    return whole
+    for name in reversed([part.strip().lower() for part in encoding.split(",")]):
+        if name in ("", "identity"):
+            continue
+        try:
+            data, whole = _inflate(data, name, limit + 1)
+        except (zlib.error, zstd.ZstdError, brotli.error) as error:
+            raise RefusedError(invalid(f"the body is not {name}: {error}")) from error
+        if len(data) > limit:
+            raise RefusedError(too_large(f"is larger than {limit} bytes"))
+        if not whole:
+            raise RefusedError(invalid(f"the {name} body is cut short"))
+    return data
+
+
+def _inflate(data: bytes, encoding: str, most: int) -> tuple[bytes, bool]:
+    """At most about `most` bytes of what the data holds, and whether it has come to its end."""
+    match encoding:
+        case "gzip" | "x-gzip" | "deflate":
+            window = zlib.MAX_WBITS if encoding == "deflate" else zlib.MAX_WBITS | 16
+            inflater = zlib.decompressobj(window)
+            return inflater.decompress(data, most), inflater.eof
+        case "zstd":
+            unpacker = zstd.ZstdDecompressor()
+            return unpacker.decompress(data, most), unpacker.eof
+        case "br":
+            reader = brotli.Decompressor()
+            return reader.process(data, output_buffer_limit=most), reader.is_finished()
+    raise RefusedError(invalid(f"content-encoding {encoding!r} is not supported"))
 
 
 def decoded(data: bytes) -> tuple[dict[str, Any], list[str]]:

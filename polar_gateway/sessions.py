@@ -13,8 +13,10 @@ import anyio
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.errors import Failure
+from polar_gateway.generations import Generations
 from polar_gateway.lifecycle import Outcome, Stage, advance, wire_status
 from polar_gateway.protocol import Sampling, SessionResult, SessionTiming
+from polar_gateway.stored_responses import StoredResponses
 
 
 def new_key() -> str:
@@ -48,11 +50,14 @@ class Session:
         self.deadline_at: float | None = None
         """Wall clock at which the current stage is cut off."""
         self.engine_failure: Failure | None = None
-        """Why the last model call failed. Where the engine failed it (boundary "engine"), the next
-        call that succeeds clears it; a request that had to be refused and a record that could not
-        be kept stay, and fail the session."""
+        """Why the last model call failed; the next one that succeeds clears it."""
+        self.refused: Failure | None = None
+        """A request that had to be refused or a record that could not be kept: what fails the
+        session, however its harness ends."""
         self.calls: set[anyio.CancelScope] = set()
         """The model calls in flight; cancelled by the seal."""
+        self.generations = Generations()
+        self.responses = StoredResponses()
         self.timing = SessionTiming()
         self.result: SessionResult | None = None
 
@@ -68,7 +73,7 @@ class Session:
         try:
             self.capture.seal()
         except CaptureError as error:
-            self.engine_failure = error.failure
+            self.refused = error.failure
 
     @property
     def status(self) -> str:

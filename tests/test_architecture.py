@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}
 """Of dependencies that are imported under another name."""
+NEW_IN_PYTHON = "compression"
+"""Of the standard library from 3.14 on; before, a backport is a dependency."""
 COMPOSITION_ROOT = "polar_client.cli"
 STARTED_BY_IT = ("polar_server", "polar_gateway")
 """What the composition root may import beyond its package's row, and only when a command runs."""
@@ -131,7 +133,7 @@ def test_third_parties_are_declared_dependencies() -> None:
     wrong = [
         str(one)
         for one in imports()
-        if (top := one.imported.split(".")[0]) not in {*declared, *sys.stdlib_module_names, *PACKAGES}
+        if (top := one.imported.split(".")[0]) not in {*declared, *sys.stdlib_module_names, NEW_IN_PYTHON, *PACKAGES}
         and not any(within(one.importer, (home,)) and top in names for home, names in optional.items())
     ]
     assert not wrong

@@ -10,7 +10,13 @@ import msgspec
 import pytest
 import yaml
 
-from polar_gateway.config import CompletionPersistence, GatewayConfig, InferenceConfig, NodeConfig
+from polar_gateway.config import (
+    CompletionPersistence,
+    GatewayConfig,
+    InferenceConfig,
+    ModelCallConfig,
+    NodeConfig,
+)
 from polar_gateway.lifecycle import TRANSITIONS
 from polar_server.config import RetryConfig, RolloutConfig, load_topology
 from polar_server.protocol import TaskRequest
@@ -27,6 +33,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "gateway.completion_persistence": CompletionPersistence,
     "gateway.nodes[]": NodeConfig,
     "gateway.nodes[].inference": InferenceConfig,
+    "gateway.nodes[].model_calls": ModelCallConfig,
 }
 MADE_DEFAULTS = {"id": "the host's name"}
 """Defaults that are worked out where the service starts."""
@@ -44,7 +51,8 @@ def stage_diagram() -> str:
 
 def configuration_tables() -> str:
     return "\n\n".join(
-        f"### `{section}`\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(_rows(document))
+        f"### `{section}`\n\n| key | default | meaning |\n|---|---|---|\n"
+        + "\n".join(_rows(document))
         for section, document in SECTIONS.items()
     )
 
@@ -117,7 +125,11 @@ def test_the_example_topology_is_a_topology() -> None:
 
 def test_every_decision_is_listed() -> None:
     index = (DOCS / "decisions/README.md").read_text()
-    missing = [page.name for page in (DOCS / "decisions").glob("*.md") if page.name not in index and page.name != "README.md"]
+    missing = [
+        page.name
+        for page in (DOCS / "decisions").glob("*.md")
+        if page.name not in index and page.name != "README.md"
+    ]
     assert not missing
 
 

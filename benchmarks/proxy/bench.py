@@ -1,9 +1,11 @@
-"""Drives the same calls through the gateway and through the floor, and compares their CPU time."""
+"""Drives the same calls through the gateway and through the floor, and compares what they cost."""
 
+import re
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,19 +18,24 @@ from benchmarks.proxy.process import MEASURED_CORE, OTHER_CORE, Server, pin, sta
 from benchmarks.report import BrokenBenchError, Line, progress
 from polar_gateway.capture.session import read_session
 
-AT_ONCE = 8
 TURNS = {SMALL.name: 5, LARGE.name: 3}
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
+CROWD = "proxy/sessions350"
+CROWD_SECONDS = 1.0
+"""How long the engine takes for each of the crowd's calls."""
+_SENT = re.compile(rb"@(\d+\.\d{6})@")
+"""When the engine sent the first text of a streamed answer, on the clock that all processes share."""
 
 
 class Case(NamedTuple):
-    """One line of the report."""
+    """Sessions of one dialect, size and mode."""
 
     dialect: str
     size: Size
     mode: str
     sessions: int
     """As many as make the CPU time large against its resolution and the run short."""
+    at_once: int = 8
 
     @property
     def name(self) -> str:
@@ -46,77 +53,159 @@ CASES = [
     for size in SIZES
     for mode in ("plain", "stream")
 ]
+CROWD_CASE = Case("chat", SMALL, "plain", 350, at_once=350)
+
+
+class Heard(NamedTuple):
+    """What the client noticed of one call, in seconds."""
+
+    took: float
+    first_event: float | None
+    """From the engine's sending of the first text to its arrival; None for a whole answer."""
+
+
+class Measured(NamedTuple):
+    cpu_seconds: float
+    """Of the server, for each call."""
+    heard: list[Heard]
 
 
 def run(wanted: Callable[[str], bool]) -> Iterator[Line]:
-    cases = [case for case in CASES if wanted(case.name)]
-    if not cases:
-        return
+    """A case gives a line of its CPU time, and a streamed one another of its first event."""
     pin(OTHER_CORE)
-    # One more session for each case, whose first turn warms the path up.
-    sessions = sum(case.sessions + 1 for case in cases)
+    if cases := [case for case in CASES if wanted(case.name)]:
+        with _servers(0.0, sum(case.sessions + 1 for case in cases)) as servers:
+            first = 0
+            for case in cases:
+                yield from _compared(case, first, servers)
+                first += case.sessions + 1
+    if wanted(CROWD):
+        with _servers(CROWD_SECONDS, CROWD_CASE.sessions + 1) as servers:
+            yield from _crowd(servers)
+
+
+class Servers(NamedTuple):
+    engine: Server
+    floor: Server
+    gateway: Server
+    folder: Path
+    """Of the gateway's journals."""
+
+
+@contextmanager
+def _servers(seconds: float, sessions: int) -> Iterator[Servers]:
+    """An engine that takes so long for an answer, and the two that are compared before it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         counts = [TURNS[size.name] for size in SIZES]
-        engine = stack.enter_context(started("benchmarks.proxy.engine", OTHER_CORE, *counts))
+        engine = stack.enter_context(
+            started("benchmarks.proxy.engine", OTHER_CORE, seconds, *counts)
+        )
         floor = stack.enter_context(started("benchmarks.proxy.floor", MEASURED_CORE, engine.url))
         gateway = stack.enter_context(
             started("benchmarks.proxy.gateway", MEASURED_CORE, engine.url, folder, sessions)
         )
-        first = 0
-        for case in cases:
-            began = time.monotonic()
-            numbers = range(first, first + case.sessions + 1)
-            least = _cost(case, floor, numbers)
-            before = _engine_calls(engine)
-            cost = _cost(case, gateway, numbers)
-            _check(case, numbers, folder, _engine_calls(engine) - before)
-            first = numbers.stop
-            progress(
-                f"{case.name}: {cost * 1000:.2f} ms, at least {least * 1000:.2f} ms "
-                f"({time.monotonic() - began:.0f} s)"
-            )
-            yield Line(
-                bench=case.name,
-                value=round(cost * 1000, 3),
-                unit="ms",
-                ratio=round(cost / least, 2),
-            )
+        yield Servers(engine, floor, gateway, folder)
 
 
-def _cost(case: Case, server: Server, numbers: range) -> float:
-    """CPU seconds of `server` for each call of the case; the first session's is not counted."""
+def _compared(case: Case, first: int, servers: Servers) -> Iterator[Line]:
+    began = time.monotonic()
+    floor, ours = _both(case, first, servers)
+    progress(
+        f"{case.name}: {ours.cpu_seconds * 1000:.2f} ms, at least "
+        f"{floor.cpu_seconds * 1000:.2f} ms ({time.monotonic() - began:.0f} s)"
+    )
+    yield Line(
+        bench=case.name,
+        value=round(ours.cpu_seconds * 1000, 3),
+        unit="ms",
+        ratio=round(ours.cpu_seconds / floor.cpu_seconds, 2),
+    )
+    if case.mode == "stream":
+        ms = [
+            statistics.median(heard.first_event or 0.0 for heard in measured.heard) * 1000
+            for measured in (ours, floor)
+        ]
+        yield Line(
+            bench=f"{case.name}/first_event",
+            value=round(ms[0], 3),
+            unit="ms",
+            ratio=round(ms[0] / ms[1], 2),
+        )
+
+
+def _crowd(servers: Servers) -> Iterator[Line]:
+    """How much later than through the floor the crowd is answered."""
+    floor, ours = _both(CROWD_CASE, 0, servers)
+    for name, part in (("median", 50), ("p99", 99)):
+        late, least = (
+            statistics.quantiles((heard.took for heard in measured.heard), n=100)[part - 1]
+            for measured in (ours, floor)
+        )
+        progress(f"{CROWD}/{name}: {late * 1000:.1f} ms, at least {least * 1000:.1f} ms")
+        yield Line(bench=f"{CROWD}/{name}", value=round((late - least) * 1000, 2), unit="ms more")
+
+
+def _both(case: Case, first: int, servers: Servers) -> tuple[Measured, Measured]:
+    """The floor and the gateway, the latter's records checked."""
+    numbers = range(first, first + case.sessions + 1)
+    floor = _measured(case, servers.floor, numbers)
+    before = _engine_calls(servers.engine)
+    ours = _measured(case, servers.gateway, numbers)
+    _check(case, numbers, servers.folder, _engine_calls(servers.engine) - before)
+    return floor, ours
+
+
+def _measured(case: Case, server: Server, numbers: range) -> Measured:
+    """The first session's only turn warms the path up and is not counted."""
     anyio.run(_drive, case, server.url, numbers[:1], 1)
     before = server.cpu_seconds()
-    anyio.run(_drive, case, server.url, numbers[1:], TURNS[case.size.name])
-    return (server.cpu_seconds() - before) / case.calls
+    heard = anyio.run(_drive, case, server.url, numbers[1:], TURNS[case.size.name])
+    return Measured((server.cpu_seconds() - before) / case.calls, heard)
 
 
-async def _drive(case: Case, url: str, numbers: range, count: int) -> None:
+async def _drive(case: Case, url: str, numbers: range, count: int) -> list[Heard]:
     """Run `count` turns of the sessions, some at once; within each, one after the other."""
     waiting = iter(numbers)
-    async with aiohttp.ClientSession() as client, anyio.create_task_group() as group:
+    heard: list[Heard] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector) as client,
+        anyio.create_task_group() as group,
+    ):
 
-        async def work() -> None:
+        async def work(number_at_once: int) -> None:
+            if case is CROWD_CASE:  # agents do not all ask in the same millisecond
+                await anyio.sleep(CROWD_SECONDS * number_at_once / case.at_once)
             for number in waiting:
-                await _session(case, client, url, number, count)
+                await _session(case, client, url, number, count, heard)
 
-        for _ in range(AT_ONCE):
-            group.start_soon(work)
+        for number_at_once in range(case.at_once):
+            group.start_soon(work, number_at_once)
+    return heard
 
 
 async def _session(
-    case: Case, client: aiohttp.ClientSession, url: str, number: int, count: int
+    case: Case,
+    client: aiohttp.ClientSession,
+    url: str,
+    number: int,
+    count: int,
+    heard: list[Heard],
 ) -> None:
     headers = {"authorization": f"Bearer {key(number)}", "content-type": "application/json"}
     for turn in turns(case.size, TURNS[case.size.name])[:count]:
         body = turn.requests[f"{case.dialect}/{case.mode}"]
+        began = time.monotonic()
+        first_event: float | None = None
         async with client.post(url + PATHS[case.dialect], data=body, headers=headers) as response:
             if response.status != 200:
                 said = (await response.text())[:300]
                 raise BrokenBenchError(f"{case.name} was answered {response.status}: {said}")
-            async for _ in response.content.iter_any():
-                pass
+            async for piece in response.content.iter_any():
+                if first_event is None and (sent := _SENT.search(piece)):
+                    first_event = time.monotonic() - float(sent[1])
+        heard.append(Heard(time.monotonic() - began, first_event))
 
 
 def _engine_calls(engine: Server) -> int:

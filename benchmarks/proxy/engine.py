@@ -1,6 +1,11 @@
-"""A server that answers like vLLM from bytes made beforehand: `python -m benchmarks.proxy.engine`."""
+"""A server that answers like vLLM from bytes made beforehand.
+
+`python -m benchmarks.proxy.engine SECONDS COUNT...`: how long it takes for a whole answer, and the
+number of turns of each size. The first text of a streamed answer is the time of its sending.
+"""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -10,6 +15,7 @@ from benchmarks.proxy.conversation import SIZES, Turn, turn_number, turns
 from benchmarks.proxy.process import serve_until_told
 
 TOKEN_SECONDS = 0.010
+_FIRST_TEXT = re.compile(rb'"delta":\{"content":"[^"]+"')
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -18,7 +24,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class Engine:
     """Counts calls; `GET /calls` says how many there were."""
 
-    def __init__(self, turns_of: dict[str, int]) -> None:
+    def __init__(self, seconds: float, turns_of: dict[str, int]) -> None:
+        self._seconds = seconds
         self._turns: dict[str, list[Turn]] = {
             size.name: turns(size, turns_of[size.name]) for size in SIZES
         }
@@ -40,6 +47,8 @@ class Engine:
         if b'"stream":true' in body:
             await self._stream(send, turn.events)
         else:
+            if self._seconds:
+                await asyncio.sleep(self._seconds)
             await self._respond(send, turn.answer)
 
     async def _respond(self, send: Send, data: bytes) -> None:
@@ -51,8 +60,11 @@ class Engine:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         due = time.monotonic()
-        for event in events:
+        for number, event in enumerate(events):
             await asyncio.sleep(due - time.monotonic())
+            if number == 1:
+                sent = b'"delta":{"content":"@%.6f@"' % time.monotonic()
+                event = _FIRST_TEXT.sub(sent, event)
             await send({"type": "http.response.body", "body": event, "more_body": True})
             due += TOKEN_SECONDS
         await send({"type": "http.response.body", "body": b""})
@@ -60,7 +72,9 @@ class Engine:
 
 @asynccontextmanager
 async def opened(arguments: list[str]) -> AsyncIterator[Engine]:
-    yield Engine({size.name: int(count) for size, count in zip(SIZES, arguments, strict=True)})
+    seconds, *counts = arguments
+    turns_of = {size.name: int(count) for size, count in zip(SIZES, counts, strict=True)}
+    yield Engine(float(seconds), turns_of)
 
 
 if __name__ == "__main__":

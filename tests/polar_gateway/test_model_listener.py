@@ -141,6 +141,23 @@ async def test_a_connection_whose_headers_have_no_end_is_closed(what: str) -> No
         assert await get(f"http://127.0.0.1:{listener.port}/") == "hello"
 
 
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [("/v1/messages?beta=true", b'{"type":"error"'), ("/v1/responses", b'{"error"')],
+)
+async def test_headers_without_an_end_are_answered_in_the_dialect(path: str, shape: bytes) -> None:
+    async with ModelListener(says_hello, "127.0.0.1", 0, max_header_bytes=1000) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\nx-a: " % path.encode() + b"a" * 2000)
+        said = await reader.read()
+        assert said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 413 "))
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert body.startswith(shape)
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+        assert b"the headers are larger than 1000 bytes" in body
+        writer.close()
+
+
 async def test_a_body_is_no_header_however_it_is_cut() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(200):

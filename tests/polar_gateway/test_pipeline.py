@@ -302,7 +302,7 @@ async def test_a_request_that_had_to_be_refused_fails_the_session_however_its_ha
         result = await node.run(agent={"harness": "shell", "custom_shell": {"command": asking}})
     assert (result.status, result.reward) == ("ERROR", 0.0)
     assert result.failure is not None
-    assert "document" in result.failure.message
+    assert "application/pdf" in result.failure.message
 
 
 async def test_a_journal_that_cannot_be_written_fails_its_session_and_no_other(

@@ -1,6 +1,7 @@
 import asyncio
 import gzip
 import json
+import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,19 +13,21 @@ from typing import Any
 
 import aiohttp
 import anyio
+import brotli
 import pytest
 
 from builders.eligible import Options, split
 from builders.records import Completion
 from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
 from polar_gateway.capture.session import SessionCapture, read_session
+from polar_gateway.config import ModelCallConfig
 from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.errors import Failure
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.protocol import Sampling
 from polar_gateway.proxy import SEALED, Proxy, with_overrides
-from polar_gateway.request_body import LONE_SURROGATE_NOTE
+from polar_gateway.request_body import LONE_SURROGATE_NOTE, zstd
 from polar_gateway.sessions import Session, Sessions
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
@@ -113,10 +116,11 @@ async def bench(
     sampling: Sampling | None = None,
     token_delay: float = 0.0,
     faults: list[Fault] | None = None,
+    max_model_len: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
     async with ScriptedEngine(script, token_delay=token_delay, faults=faults or []) as engine:
-        vllm = Vllm(engine.url, model="tiny", backoff=(0.01, 0.01))
+        vllm = Vllm(engine.url, model="tiny")
         sessions = Sessions()
         capture = SessionCapture(
             session_id="s1",
@@ -134,8 +138,14 @@ async def bench(
             sampling=sampling,
         )
         sessions.add(session)
+        quick = {"retry_grace_seconds": 0.2, "engine_patience_seconds": 1.0}
+        config = ModelCallConfig(**{**quick, **options})
         proxy = Proxy(
-            sessions=sessions, engine=vllm, model_served="tiny", **{"retry_grace": 0.2, **options}
+            sessions=sessions,
+            engine=vllm,
+            model_served="tiny",
+            max_model_len=max_model_len,
+            config=config,
         )
         parts = Bench(engine, session, sessions)
         async with ModelListener(proxy, "127.0.0.1", 0) as listener:
@@ -343,7 +353,7 @@ async def test_a_sealed_session_refuses_in_a_way_that_is_not_asked_again(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_seal_cancels_what_is_in_flight_at_once(tmp_path: Path, stream: bool) -> None:
-    async with bench(tmp_path, token_delay=0.05, retry_grace=60.0) as b:
+    async with bench(tmp_path, token_delay=0.05, retry_grace_seconds=60.0) as b:
         async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
             await until(lambda: len(b.engine.calls) == 1)
             await asyncio.sleep(0.12)
@@ -398,7 +408,14 @@ async def test_a_body_that_is_too_large_is_a_413_said_or_not(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+    ("encoding", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("zstd", zstd.compress),
+        ("br", brotli.compress),
+        ("gzip, ZSTD", lambda data: zstd.compress(gzip.compress(data))),
+    ],
 )
 async def test_a_compressed_body_is_read(
     tmp_path: Path, encoding: str, compress: Callable[[bytes], bytes]
@@ -447,15 +464,15 @@ async def test_what_cannot_be_honoured_is_a_400_that_names_it(tmp_path: Path, di
         assert "model: must be a string" in error_of(dialect, answer)[1]
         assert list(b.engine.calls) == []
         if dialect != "anthropic":
-            assert b.session.engine_failure is None
+            assert b.session.refused is None
             return
         # Claude Code goes on by asking for something else, so its session fails for the reason.
-        failure = b.session.engine_failure
+        failure = b.session.refused
         assert failure is not None
         assert failure.boundary == "harness"
         assert "model: must be a string" in failure.message
         assert (await b.ask(path, {"model": "m", **body}))[0] == 200
-        assert b.session.engine_failure is failure
+        assert b.session.refused is failure
 
 
 async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path: Path) -> None:
@@ -507,7 +524,7 @@ async def test_auxiliary_requests_are_answered_and_never_recorded(tmp_path: Path
         assert b.completions == []
         await b.ask(path, {"model": "m", **body})
         assert counted["input_tokens"] == len(b.completions[0].prompt_ids)
-        assert len(b.engine.calls) == 1
+        assert len(b.completions) == 1
         status, answer = await b.ask("/v1/embeddings", {})
         assert (status, answer["error"]["code"]) == (404, "not_found")
 
@@ -529,7 +546,11 @@ async def test_two_failures_of_the_engine_are_not_heard(tmp_path: Path, stream: 
 async def test_a_lasting_failure_is_a_status_and_noted_until_a_call_succeeds(
     tmp_path: Path, stream: bool
 ) -> None:
-    async with bench(tmp_path, faults=[Fault(status=500, times=3, message="no luck")]) as b:
+    async with bench(
+        tmp_path,
+        faults=[Fault(status=500, times=99, message="no luck")],
+        engine_patience_seconds=0.2,
+    ) as b:
         status, answer = await b.ask("/v1/chat/completions", b.chat(stream=stream))
         assert status == 500
         assert answer["error"]["message"] == "the engine failed"
@@ -540,6 +561,7 @@ async def test_a_lasting_failure_is_a_status_and_noted_until_a_call_succeeds(
             detail=b.session.engine_failure.detail if b.session.engine_failure else "",
         )
         assert b.session.capture.completion_session([]).findings == ["call_failed"]
+        b.engine.faults.clear()
         await b.ask("/v1/chat/completions", b.chat(stream=stream))
         assert b.session.engine_failure is None
 
@@ -567,7 +589,9 @@ async def test_an_error_in_mid_stream_is_said_in_band_and_what_came_before_is_co
 
 
 async def test_an_aborted_generation_is_not_recorded(tmp_path: Path) -> None:
-    async with bench(tmp_path, faults=[Fault(abort_after=3, times=3)]) as b:
+    async with bench(
+        tmp_path, faults=[Fault(abort_after=3, times=99)], engine_patience_seconds=0.1
+    ) as b:
         status, answer = await b.ask("/v1/chat/completions", b.chat())
         assert status == 503
         assert "aborted the generation" in answer["error"]["message"]
@@ -594,7 +618,7 @@ async def test_overflow_is_told_in_the_dialects_own_words(tmp_path: Path) -> Non
             kind, message = error_of(dialect, answer)
             if dialect == "anthropic":
                 assert kind == "invalid_request_error"
-                assert message.startswith("prompt is too long: 101 tokens > 100 maximum")
+                assert re.match(r"prompt is too long: \d+ tokens > 100 maximum", message)
             else:
                 assert answer["error"]["code"] == "context_length_exceeded"
                 assert said in message
@@ -628,9 +652,9 @@ async def test_a_full_disk_fails_the_call_and_is_noted(tmp_path: Path) -> None:
             assert status == 500
             assert answer["error"]["message"] == "the gateway could not record this call"
             assert list(b.engine.calls) == [], "without a durable intent nothing is asked"
-        assert b.session.engine_failure is not None
-        assert b.session.engine_failure.boundary == "capture"
-        assert b.session.engine_failure.infra
+        assert b.session.refused is not None
+        assert b.session.refused.boundary == "capture"
+        assert b.session.refused.infra
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -647,8 +671,8 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, st
         assert b.completions == []
         session = b.session.capture.completion_session([])
         assert session.findings == ["call_unfinished"]
-        assert b.session.engine_failure is not None
-        assert str(b.journal) in b.session.engine_failure.message
+        assert b.session.refused is not None
+        assert str(b.journal) in b.session.refused.message
 
 
 # ---- time ----
@@ -660,7 +684,9 @@ async def test_headers_leave_before_the_engine_speaks_and_silence_is_filled(
 ) -> None:
     path, body = CALLS[dialect]
     faults = [Fault(delay=0.6)]
-    async with bench(tmp_path, faults=faults, header_delay=0.1, keep_alive=0.1) as b:
+    async with bench(
+        tmp_path, faults=faults, header_delay_seconds=0.1, keep_alive_seconds=0.1
+    ) as b:
         began = time.monotonic()
         async with b.post(path, {"model": "m", "stream": True, **body}) as response:
             assert 0.05 < time.monotonic() - began < 0.5
@@ -672,8 +698,10 @@ async def test_headers_leave_before_the_engine_speaks_and_silence_is_filled(
 
 
 async def test_what_fails_after_the_headers_is_said_in_band(tmp_path: Path) -> None:
-    faults = [Fault(delay=0.2, status=500, times=3)]
-    async with bench(tmp_path, faults=faults, header_delay=0.05) as b:
+    faults = [Fault(delay=0.2, status=500, times=99)]
+    async with bench(
+        tmp_path, faults=faults, header_delay_seconds=0.05, engine_patience_seconds=0.1
+    ) as b:
         status, text = await b.ask("/v1/chat/completions", b.chat(stream=True))
     assert status == 200
     assert "the engine failed" in text
@@ -681,7 +709,9 @@ async def test_what_fails_after_the_headers_is_said_in_band(tmp_path: Path) -> N
 
 async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> None:
     path, body = CALLS["anthropic"]
-    async with bench(tmp_path, token_delay=0.02, header_delay=0.1, keep_alive=0.3) as b:
+    async with bench(
+        tmp_path, token_delay=0.02, header_delay_seconds=0.1, keep_alive_seconds=0.3
+    ) as b:
         _, text = await b.ask(path, {"model": "m", "stream": True, **body})
     assert "event: ping" not in text.split("content_block_delta", 1)[1]
 
@@ -689,15 +719,16 @@ async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> Non
 # ---- a harness that goes away ----
 
 
-async def leave(b: Bench, body: dict[str, Any], *, once: Callable[[], Awaitable[None]]) -> None:
+async def leave(
+    b: Bench,
+    body: dict[str, Any],
+    *,
+    once: Callable[[], Awaitable[None]],
+    path: str = "/v1/chat/completions",
+) -> None:
     """Ask over a connection of our own, and reset it when `once` has returned."""
-    host, port = b.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(data), data)
-    )
+    writer = await sending(b, path, data, len(data))
     await once()
     writer.transport.abort()
 
@@ -706,7 +737,7 @@ async def leave(b: Bench, body: dict[str, Any], *, once: Callable[[], Awaitable[
 async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
     tmp_path: Path, stream: bool
 ) -> None:
-    async with bench(tmp_path, token_delay=0.01, retry_grace=30.0) as b:
+    async with bench(tmp_path, token_delay=0.01, retry_grace_seconds=30.0) as b:
         await leave(b, b.chat(stream=stream), once=lambda: until(lambda: len(b.engine.calls) == 1))
         await until(lambda: len(b.completions) == 1)
         await until(lambda: not b.session.calls)
@@ -718,7 +749,7 @@ async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
 
 
 async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.1, retry_grace=0.3) as b:
+    async with bench(tmp_path, token_delay=0.1, retry_grace_seconds=0.3) as b:
         await leave(b, b.chat(stream=True), once=lambda: until(lambda: len(b.engine.calls) == 1))
         await asyncio.sleep(0.15)
         assert len(b.session.calls) == 1
@@ -735,7 +766,7 @@ async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_
 
 
 async def test_a_whole_call_that_is_given_up_is_no_completion(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.2, retry_grace=0.05) as b:
+    async with bench(tmp_path, token_delay=0.2, retry_grace_seconds=0.05) as b:
         await leave(b, b.chat(), once=lambda: until(lambda: len(b.engine.calls) == 1))
         await until(
             lambda: b.session.capture.completion_session([]).findings != ["call_unfinished"]
@@ -820,7 +851,7 @@ async def test_the_seal_ends_a_request_that_is_still_coming(tmp_path: Path) -> N
 async def test_a_harness_that_sent_its_next_request_and_left_has_not_got_its_answer(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.02, retry_grace=0.1) as b:
+    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=0.1) as b:
         data = json.dumps(b.chat(stream=True)).encode()
         writer = await sending(b, "/v1/chat/completions", data, len(data))
         await until(lambda: len(b.engine.calls) == 1)
@@ -846,3 +877,228 @@ async def test_the_proxy_needs_no_listener_of_ours(tmp_path: Path) -> None:
             b.http.get(url + "/v1/models", headers={"x-api-key": "k1"}) as response,
         ):
             assert response.status == 200
+
+
+# ---- one turn, one sample ----
+
+
+async def test_a_harness_that_lost_its_connection_joins_the_answer_on_its_way(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=30.0) as b:
+        body = b.chat(stream=True)
+        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await asyncio.sleep(0.1)
+        status, text = await b.ask("/v1/chat/completions", body)
+        assert status == 200
+        assert said_in(text) == said_by(b.engine)
+        [completion] = b.completions
+        assert (completion.delivered, completion.delivered_tokens) == (True, None)
+        assert b.engine.total_calls == 1
+
+
+async def test_an_answer_that_nobody_received_is_given_to_who_asks_again(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
+        body = b.chat(stream=True)
+        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await until(lambda: not b.session.calls)
+        assert not b.completions[0].delivered
+        _, text = await b.ask("/v1/chat/completions", body)
+        assert said_in(text) == said_by(b.engine)
+        assert b.engine.total_calls == 1
+        await until(lambda: b.completions[0].delivered)
+        assert b.completions[0].delivered_tokens is None
+        [read] = read_session(b.journal).completions
+        assert (read.delivered, read.delivered_tokens) == (True, None)
+        # It has its answer now: who asks a third time wants another.
+        await b.ask("/v1/chat/completions", body)
+        assert b.engine.total_calls == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_the_second_time_may_be_whole_where_the_first_was_streamed_and_the_other_way(
+    tmp_path: Path, first: bool
+) -> None:
+    path, body = "/v1/messages", {**CALLS["anthropic"][1], "model": "m"}
+    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
+        one = {**body, "stream": first}
+        await leave(b, one, path=path, once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await asyncio.sleep(0.03)
+        _, answer = await b.ask(path, {**body, "stream": not first, "max_tokens": 64_000})
+        said = said_by(b.engine)
+        assert b.engine.total_calls == 1
+        if first:
+            assert [block.get("thinking") or block.get("text") for block in answer["content"]] == [
+                said["reasoning"],
+                said["content"],
+            ]
+        else:
+            assert json.dumps(said["content"])[1:-1] in answer
+            assert "message_stop" in answer
+
+
+async def test_an_identical_call_while_the_first_is_listened_to_is_a_sample_of_its_own(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, token_delay=0.02) as b:
+        async with b.asking("/v1/chat/completions", b.chat()) as first:
+            await until(lambda: len(b.engine.calls) == 1)
+            second = await b.ask("/v1/chat/completions", b.chat())
+        assert (first.status, second[0]) == (200, 200)
+        assert b.engine.total_calls == 2
+        assert [c.delivered for c in b.completions] == [True, True]
+
+
+async def test_a_call_marked_as_a_retry_joins_even_where_the_first_seems_to_be_heard(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, token_delay=0.02) as b:
+        async with b.asking("/v1/chat/completions", b.chat()) as first:
+            await until(lambda: len(b.engine.calls) == 1)
+            marked = {"x-stainless-retry-count": "1"}
+            second = await b.ask("/v1/chat/completions", b.chat(), headers=marked)
+        assert second == (200, first.answer)
+        assert b.engine.total_calls == 1
+
+
+async def test_a_mark_does_not_bring_back_an_answer_that_was_received(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.ask("/v1/chat/completions", b.chat())
+        await b.ask("/v1/chat/completions", b.chat(), headers={"x-stainless-retry-count": "2"})
+        assert b.engine.total_calls == 2
+
+
+async def test_calls_of_different_conversations_are_never_taken_for_each_other(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat(), once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await until(lambda: not b.session.calls)
+        await b.ask("/v1/chat/completions", b.chat(), headers={"thread-id": "other"})
+        assert b.engine.total_calls == 2
+
+
+async def test_how_much_of_a_broken_answer_was_handed_on_is_recorded(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=0.1) as b:
+        body = json.dumps(b.chat(stream=True)).encode()
+        writer = await sending(b, "/v1/chat/completions", body, len(body))
+        await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens >= 6)
+        writer.transport.abort()
+        await until(lambda: not b.session.calls)
+        [completion] = b.completions
+        assert not completion.delivered
+        assert completion.delivered_tokens is not None
+        assert 4 <= completion.delivered_tokens < len(completion.sampled_ids)
+
+
+def said_by(engine: ScriptedEngine) -> dict[str, Any]:
+    """What the engine said first, as `said_in` reads it from a stream."""
+    message = engine.calls[0].message or {}
+    return {name: value for name, value in message.items() if value}
+
+
+def said_in(stream: str) -> dict[str, Any]:
+    """The message that a chat stream adds up to, as the engine reports its own."""
+    message: dict[str, Any] = {"role": "assistant"}
+    texts = {"content": "content", "reasoning_content": "reasoning"}
+    for line in stream.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                for field, name in texts.items():
+                    if choice["delta"].get(field):
+                        message[name] = message.get(name, "") + choice["delta"][field]
+    return message
+
+
+# ---- limits ----
+
+
+async def test_a_body_that_swells_is_a_413(tmp_path: Path) -> None:
+    async with bench(tmp_path, max_decompressed_bytes=5000) as b:
+        for encoding, compress in (("gzip", gzip.compress), ("zstd", zstd.compress)):
+            data = compress(b" " * 100_000_000)
+            assert len(data) < 200_000
+            headers = {"content-encoding": encoding}
+            status, answer = await b.ask("/v1/chat/completions", data, headers=headers)
+            assert status == 413
+            assert "larger than 5000 bytes" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_headers_that_are_too_large_are_a_431(tmp_path: Path, dialect: str) -> None:
+    path, body = CALLS[dialect]
+    async with bench(tmp_path, max_header_bytes=2000) as b:
+        headers = {"x-long": "a" * 3000}
+        status, answer = await b.ask(path, {"model": "m", **body}, headers=headers)
+        assert status in (413, 431)
+        assert error_of(dialect, answer)[1] == "the headers are larger than 2000 bytes"
+
+
+# ---- an engine that comes back ----
+
+
+async def test_an_engine_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    async with bench(tmp_path, engine_patience_seconds=20.0, header_delay_seconds=0.1) as b:
+        port = int(b.engine.url.rsplit(":", 1)[1])
+        await b.engine.__aexit__(None, None, None)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)) as asked:
+            await asyncio.sleep(0.5)
+            async with ScriptedEngine(TALK, port=port) as again:
+                await until(lambda: bool(asked.status), seconds=15)
+                assert again.total_calls == 1
+        assert asked.status == 200
+        assert "[DONE]" in asked.answer
+        assert b.session.engine_failure is None
+
+
+async def test_an_overflow_that_nothing_follows_is_what_the_session_failed_of(
+    tmp_path: Path,
+) -> None:
+    said = "This model's maximum context length is 100 tokens. However, your prompt contains at least 101 input tokens"
+    async with bench(tmp_path, faults=[Fault(status=400, message=said, skip=1)]) as b:
+        await b.ask("/v1/chat/completions", b.chat())
+        await b.ask("/v1/chat/completions", b.chat("more"))
+        failure = b.session.engine_failure
+        assert failure is not None
+        assert (failure.boundary, failure.code, failure.infra) == (
+            "harness",
+            "context_overflow",
+            False,
+        )
+        await b.ask("/v1/chat/completions", b.chat("less"))
+        assert b.session.engine_failure is None
+
+
+# ---- a whole answer that takes its time ----
+
+
+async def test_a_whole_answer_that_takes_long_begins_with_signs_of_life(tmp_path: Path) -> None:
+    faults = [Fault(delay=0.5)]
+    async with (
+        bench(tmp_path, faults=faults, header_delay_seconds=0.1, keep_alive_seconds=0.1) as b,
+        b.post("/v1/chat/completions", b.chat()) as response,
+    ):
+        assert b.completions == []
+        text = await response.text()
+        assert text.startswith("  ")
+        assert json.loads(text)["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_whole_answer_that_fails_after_its_headers_breaks_off(tmp_path: Path) -> None:
+    faults = [Fault(delay=0.2, status=500, times=99)]
+    async with bench(
+        tmp_path, faults=faults, header_delay_seconds=0.05, engine_patience_seconds=0.1
+    ) as b:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await b.ask("/v1/chat/completions", b.chat())
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+async def test_every_answer_names_its_request(tmp_path: Path, dialect: str) -> None:
+    path, body = CALLS[dialect]
+    name = "request-id" if dialect == "anthropic" else "x-request-id"
+    async with bench(tmp_path) as b:
+        async with b.post(path, {"model": "m", **body}) as response:
+            assert response.headers[name] == b.completions[0].completion_id
+        async with b.post(path, {"model": 7, **body}) as response:
+            assert response.headers[name].startswith("req_")

@@ -1,0 +1,115 @@
+"""Which calls are the same call, and what late listeners hear; the proxy's tests do it over HTTP."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_gateway.dialects.turn import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Call,
+    ModelRequest,
+    Reasoning,
+    Text,
+    Turn,
+    Usage,
+)
+from polar_gateway.generations import Asked, asked, events_of, is_marked, same_call
+
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}
+
+
+def call(dialect: str = "chat", headers: dict[str, str] | None = None, **fields: Any) -> Asked:
+    request = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [TOOL],
+        "max_tokens": 100,
+        "sampling": {"temperature": 0.5},
+    }
+    return asked(dialect, headers or {}, ModelRequest(**{**request, **fields}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True},
+        {"include_usage": False},
+        {"max_tokens": 5},
+        {"notes": ["x ignored"]},
+        {"headers": {"user-agent": "another"}},
+    ],
+)
+def test_how_an_answer_is_brought_makes_no_other_call(fields: dict[str, Any]) -> None:
+    assert same_call(call(), call(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dialect": "responses"},
+        {"headers": {"thread-id": "t2"}},
+        {"headers": {"x-claude-code-agent-id": "a"}},
+        {"headers": {"x-session-id": "s"}},
+        {"model": "n"},
+        {"messages": [{"role": "user", "content": "ho"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]},
+        {"tools": None},
+        {"tool_choice": "required"},
+        {"parallel_tool_calls": False},
+        {"sampling": {"temperature": 0.6}},
+        {"response_format": {"type": "json_object"}},
+        {"template_kwargs": {"enable_thinking": False}},
+        {"kind": "compaction"},
+    ],
+)
+def test_what_changes_the_prompt_or_the_distribution_makes_another_call(
+    fields: dict[str, Any],
+) -> None:
+    assert not same_call(call(), call(**fields))
+
+
+def test_a_higher_limit_asks_anew_for_what_the_limit_has_cut() -> None:
+    assert not same_call(call(), call(max_tokens=64_000), ended_by_length=True)
+    assert same_call(call(), call(), ended_by_length=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "marked"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_the_sdks_say_when_they_ask_again(count: str | None, marked: bool) -> None:
+    assert is_marked({} if count is None else {"x-stainless-retry-count": count}) is marked
+
+
+BLOCKS = st.lists(
+    st.one_of(
+        st.builds(Reasoning, text=st.text()),
+        st.builds(Text, text=st.text()),
+        st.builds(Call, id=st.text(), name=st.text(), arguments=st.text()),
+    ),
+    max_size=5,
+)
+
+
+@given(blocks=BLOCKS, reason=st.sampled_from(["stop", "length", "tool_calls"]))
+def test_a_finished_turn_is_told_block_by_block_and_only_the_last_may_be_cut(
+    blocks: list[Any], reason: Any
+) -> None:
+    turn = Turn(
+        completion_id="msg_0", created=0, blocks=blocks, finish_reason=reason, usage=Usage()
+    )
+    events = events_of(turn)
+    assert len(events) == 3 * len(blocks)
+    for number, block in enumerate(blocks):
+        start, delta, end = events[3 * number : 3 * number + 3]
+        assert isinstance(start, BlockStart)
+        assert isinstance(delta, BlockDelta)
+        assert isinstance(end, BlockEnd)
+        assert (start.id, start.name) == (
+            (block.id, block.name) if isinstance(block, Call) else ("", "")
+        )
+        assert delta.text == (block.arguments if isinstance(block, Call) else block.text)
+        assert end.cut == (reason == "length" and number == len(blocks) - 1)
