@@ -621,9 +621,8 @@ def test_a_stream_is_written_byte_for_byte_as_the_provider_does() -> None:
     ],
 )
 def test_an_error_has_the_providers_shape(code: Any, status: int, kind: str) -> None:
-    error = ErrorKind(
-        status=503 if code == "overloaded" else status, code=code, message="So it is."
-    )
+    engines = 503 if code in ("overloaded", "rate_limit") else status
+    error = ErrorKind(status=engines, code=code, message="So it is.")
     assert anthropic.error_status(error) == status
     body = json.loads(anthropic.error_body(error))
     assert body == {"type": "error", "error": {"type": kind, "message": "So it is."}}
@@ -638,6 +637,14 @@ def test_an_overflow_is_said_in_the_words_that_make_claude_code_compact(message:
     assert body["error"]["type"] == "invalid_request_error"
     assert body["error"]["message"].count("prompt is too long") == 1
     assert body["error"]["message"].endswith(message)
+
+
+def test_a_model_is_asked_for_by_any_name() -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    asked = anthropic.match("GET", "/s/1/v1/models/org/model", {}, version)
+    assert asked == ("model", {"model": "org/model"})
+    assert anthropic.match("GET", "/v1/models/", {}, version) == ("models", {})
+    assert anthropic.match("GET", "/v1/models/m", {}, {}) is None
 
 
 def test_auxiliary_answers_have_the_providers_shape() -> None:

@@ -506,6 +506,12 @@ def test_an_error_has_the_providers_shape(code: Any, kind: str, provider_code: s
     assert parse_sse(streamer.error(error)) == [(None, body)]
 
 
+def test_a_model_is_asked_for_by_any_name() -> None:
+    assert chat.match("GET", "/v1/models/org/model", {}, {}) == ("model", {"model": "org/model"})
+    assert chat.match("GET", "/v1/models/", {}, {}) == ("models", {})
+    assert chat.match("GET", "/v1/files", {}, {}) is None
+
+
 def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert json.loads(chat.models_body(["m"])) == {
         "object": "list",

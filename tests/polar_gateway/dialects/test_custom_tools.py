@@ -1,63 +1,51 @@
 import json
+from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_gateway.dialects.custom_tools import CustomInput, custom_input
-
-
-@given(text=st.text(max_size=30), ascii_only=st.booleans(), indent=st.sampled_from([None, 1]))
-def test_the_text_of_a_custom_tool_is_read_from_its_arguments(
-    text: str, ascii_only: bool, indent: int | None
-) -> None:
-    spelled = json.dumps({"input": text}, ensure_ascii=ascii_only, indent=indent)
-    assert custom_input(spelled) == text
-
-
-SPELLED = st.lists(
-    st.sampled_from(
-        [
-            '{"input":',
-            ' "',
-            '"}',
-            "\\",
-            "\\n",
-            "\\d",
-            "\\u00e9",
-            "\\ud83d",
-            "\\ude00",
-            "\\u1",
-            "+ é",
-        ]
-    ),
-    max_size=12,
-).map("".join)
-
-
-@given(spelled=SPELLED, cuts=st.lists(st.integers(1, 5), min_size=1, max_size=9))
-def test_the_text_is_the_same_however_its_arguments_come(spelled: str, cuts: list[int]) -> None:
-    reader, text, at = CustomInput(), "", 0
-    while at < len(spelled):
-        size = cuts[at % len(cuts)]
-        text += reader.feed(spelled[at : at + size])
-        at += size
-    text += reader.close()
-    assert text == custom_input(spelled)
-    text.encode()
-
-
-@pytest.mark.parametrize(
-    ("spelled", "text"),
-    [
-        ('{"input": "+a\\n+b', "+a\n+b"),
-        ('{"input": "+a\\', "+a\\"),
-        ('{"input": "\\d+ \\u12zz"}', "\\d+ \\u12zz"),
-        ('{"input": "raw\nbreak"}', "raw\nbreak"),
-        ('{"input": 7}', '{"input": 7}'),
-        ('{"patch": "x"}', '{"patch": "x"}'),
-        ("", ""),
-    ],
+from polar_gateway.dialects.custom_tools import (
+    CustomInput,
+    custom_arguments,
+    custom_function,
+    custom_input,
 )
-def test_a_badly_spelled_text_is_handed_on_as_well_as_it_can_be(spelled: str, text: str) -> None:
-    assert custom_input(spelled) == text
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+SPELLINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [{"indent": 1}, {"separators": (",", ":"), "ensure_ascii": False}, {}]
+)
+
+
+def in_pieces(arguments: str, size: int) -> str:
+    reader = CustomInput()
+    read = [reader.feed(arguments[at : at + size]) for at in range(0, len(arguments), size)]
+    return "".join(read) + reader.close()
+
+
+@given(TEXTS, SPELLINGS, st.integers(1, 9))
+def test_a_text_comes_out_of_the_arguments_in_whatever_pieces_they_come(
+    text: str, spelling: dict[str, Any], size: int
+) -> None:
+    assert in_pieces(json.dumps({"input": text}, **spelling), size) == text
+    assert custom_input(custom_arguments(text)) == text
+
+
+@given(st.text(st.sampled_from('{}"input: \\\\n\\n,x1'), max_size=30), st.integers(1, 9))
+def test_arguments_in_another_form_are_read_alike_whole_and_in_pieces(
+    arguments: str, size: int
+) -> None:
+    assert in_pieces(arguments, size) == custom_input(arguments)
+
+
+def test_arguments_that_are_no_object_are_the_text_themselves() -> None:
+    for arguments in ("*** Begin Patch", '["input"]', '{"patch": "x"}', ""):
+        assert custom_input(arguments) == arguments
+
+
+def test_a_grammar_is_told_in_the_description() -> None:
+    plain = custom_function("patch", "Patch a file.", {})
+    bound = custom_function("patch", "", {"syntax": "regex", "definition": "a+"})
+    assert plain["function"]["description"] == "Patch a file."
+    assert bound["function"]["description"] == "The input follows this regex grammar:\na+"
+    assert bound["function"]["parameters"] == plain["function"]["parameters"]
