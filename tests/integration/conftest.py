@@ -17,9 +17,9 @@ HARNESSES = ("codex", "claude_code", "pi")
 
 @pytest.fixture(scope="session")
 def packs() -> Path:
-    """The folder of the installed packs of the three CLIs."""
+    """The folder of the installed packs of all CLIs."""
     cache = npm.default_cache()
-    missing = set(HARNESSES) - {pack.name for pack in npm.installed(cache)}
+    missing = set(npm.PACKS) - {pack.name for pack in npm.installed(cache)}
     require(
         "clis", not missing, f"run `polar harness install {' '.join(sorted(missing))}` to have them"
     )

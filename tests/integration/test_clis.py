@@ -1,13 +1,15 @@
 """The unmodified CLIs against a gateway with the scripted engine, in Docker and on the bare machine."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Fault, ScriptedEngine
-from polar_gateway.testing.script import ScriptFile
+from polar_gateway.testing.script import Script, ScriptFile
 from tests.integration.conftest import DEMO, HARNESSES
 from tests.polar_gateway.gateway import Gateway, gateway
 
@@ -61,6 +63,43 @@ async def test_a_cli_repairs_the_repository_and_its_run_is_one_chain_of_the_samp
     assert result.verdict is not None
     assert (result.verdict.reward, result.verdict.tokens) == ("graded", "all")
     assert {a.name for a in result.artifacts} >= {"artifacts/test_output.txt", "session.journal"}
+    assert any(a.name.startswith("artifacts/native/") for a in result.artifacts)
+
+
+SHELL_TOOL = {
+    "pi_old": "bash",
+    "gemini_cli": "run_shell_command",
+    "qwen_code": "run_shell_command",
+    "opencode": "bash",
+}
+"""The tool that runs commands in the harnesses for which the demo's script has no part."""
+
+
+def part_of(tool: str) -> Script:
+    """The part that the demo's script has for Codex, said with another name for its tool."""
+    document = json.loads((DEMO / "script.json").read_text())
+    (part,) = (rule for rule in document["rules"] if '"name": "exec_command"' in rule["match"])
+    words = (
+        json.dumps({"rules": [part]}).replace("exec_command", tool).replace('"cmd"', '"command"')
+    )
+    return msgspec.json.decode(words, type=Script)
+
+
+@pytest.mark.parametrize("harness", SHELL_TOOL)
+async def test_a_cli_without_a_part_in_the_demo_repairs_the_repository_as_one_chain(
+    tmp_path: Path, packs: Path, harness: str, runtime: dict[str, Any], demo_task: dict[str, Any]
+) -> None:
+    engine = ScriptedEngine(part_of(SHELL_TOOL[harness]))
+    async with gateway(tmp_path, engine=engine, pack_dir=packs) as node:
+        result = await node.run(**session(demo_task, harness, runtime))
+        calls = turns(node)
+    assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+    assert result.completion_count == len(calls) == 4
+    assert len(calls[0].message["tool_calls"]) == 2
+    assert result.trajectory is not None
+    (trace,) = result.trajectory.traces
+    assert trace.prompt_ids == calls[0].prompt_token_ids
+    assert trained(result) == [token for call in calls for token in call.token_ids]
     assert any(a.name.startswith("artifacts/native/") for a in result.artifacts)
 
 
