@@ -1,4 +1,5 @@
 import random
+import zlib
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -115,11 +116,13 @@ def test_a_completion_says_all_that_is_known_of_its_call(tmp_path: Path) -> None
     capture = capture_in(tmp_path)
     asked = request([user("hi")], [tool("bash")])
     asked.notes = ["store ignored"]
+    asked.tool_choice, asked.template_kwargs = "required", {"enable_thinking": False}
     call = capture.open(
         asked,
         completion_id="msg_0123456789ab",
         dialect="anthropic",
         headers={"x-claude-code-agent-id": "a1", "authorization": "Bearer secret"},
+        kind="compaction",
     )
     blocks: list[Block] = [
         Reasoning(text="hm"),
@@ -143,15 +146,19 @@ def test_a_completion_says_all_that_is_known_of_its_call(tmp_path: Path) -> None
     assert (completion.finish_reason, completion.stop_reason) == ("tool_calls", 42)
     assert (completion.model_requested, completion.model_used) == ("asked-for", "served")
     assert (completion.kind, completion.dialect, completion.policy_version) == (
-        "turn",
+        "compaction",
         "anthropic",
         "12",
     )
+    assert completion.asked == {
+        "tool_choice": "required",
+        "template_kwargs": {"enable_thinking": False},
+    }
     assert completion.chain == {"x-claude-code-agent-id": "a1"}
     assert completion.sampling == {"temperature": 0.5}
     assert completion.usage["completion_tokens"] == 2
     assert (completion.notes, completion.findings) == (["store ignored"], ["x"])
-    assert completion.delivered
+    assert (completion.delivered, completion.delivered_tokens) == (True, None)
     assert 0 < completion.started_at <= completion.ended_at
     assert "secret" not in (tmp_path / "journal").read_text()
 
@@ -348,13 +355,92 @@ def test_a_seal_that_cannot_be_journalled_seals_all_the_same_and_says_so(tmp_pat
     assert_counted_and_not_trained_on(session, [3, 4], "call_cut_by_seal")
 
 
-def test_an_undelivered_answer_is_marked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("told", "counted"), [(None, 0), (0, 0), (3, 3)])
+def test_an_undelivered_answer_says_how_much_of_it_was_delivered(
+    tmp_path: Path, told: int | None, counted: int
+) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    completion = call.close(reply([1], [3, 4, 5, END]), {})
+    call.undelivered(told)
+    assert (completion.delivered, completion.delivered_tokens) == (False, counted)
+    session = capture.completion_session()
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+    assert split(session, Options()) == ([], {"undelivered": {"completions": 1, "tokens": 4}})
+
+
+def test_an_answer_that_reached_who_asked_again_is_delivered(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    completion = call.close(reply([1], [3, END]), {})
+    call.undelivered(1)
+    capture.redelivered(call.completion_id)
+    assert (completion.delivered, completion.delivered_tokens) == (True, None)
+    session = capture.completion_session()
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+    assert split(session, Options()) == ([completion], {})
+
+
+def test_nothing_is_redelivered_once_the_session_is_sealed(tmp_path: Path) -> None:
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
     completion = call.close(reply([1], [END]), {})
     call.undelivered()
+    capture.seal()
+    capture.redelivered(call.completion_id)
     assert not completion.delivered
     assert not read_session(tmp_path / "journal").completions[0].delivered
+
+
+def test_a_call_that_broke_off_says_how_much_of_it_was_delivered(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    call.follow(Stream([1, 2]).say(3, 4, 5), {})
+    call.fail("it broke", "engine_broke_off", 2)
+    session = capture.completion_session()
+    assert session.completions[0].delivered_tokens == 2
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
+    assert_counted_and_not_trained_on(session, [3, 4, 5], "engine_broke_off")
+
+
+def test_a_journal_of_before_these_fields_still_reads(tmp_path: Path) -> None:
+    """Written by hand, as every field but these was written then."""
+    lines: list[dict[str, Any]] = [
+        {"kind": "open", "session_id": "s1"},
+        {"kind": "intent", "completion_id": "msg_1", "index": 0, "messages_tail": [user("a")]},
+        {
+            "kind": "completion",
+            "completion_id": "msg_1",
+            "tail": "AQAAAA==",
+            "sampled": "BwAAAA==",
+            "response_message": {"role": "assistant", "content": "b"},
+        },
+        {"kind": "undelivered", "completion_id": "msg_1"},
+    ]
+    bodies = [msgspec.json.encode(line) for line in lines]
+    path = tmp_path / "journal"
+    path.write_bytes(b"".join(b"%08x %b\n" % (zlib.crc32(body), body) for body in bodies))
+    [completion] = read_session(path).completions
+    assert (list(completion.prompt_ids), list(completion.sampled_ids)) == ([1], [END])
+    assert (completion.kind, completion.asked) == ("turn", {})
+    assert (completion.delivered, completion.delivered_tokens) == (False, 0)
+
+
+def test_the_engine_is_sent_recorded_answers_and_the_record_says_so(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    blocks: list[Block] = [Reasoning(text="hm"), Text(text="Yes.")]
+    first = start(capture, [user("hi")]).close(reply([1], [3, END], blocks), {})
+    echo = {"role": "assistant", "content": "Yes."}
+    restored = capture.restored(request([user("hi"), echo, user("go")]))
+    assert restored.messages[1] is first.response_message
+    capture.open(restored, completion_id="msg_000000000002", dialect="chat", headers={}).close(
+        reply([1, 3, END, 9], [END]), {}
+    )
+    session = capture.completion_session()
+    assert session.completions[1].messages == restored.messages
+    assert session.completions[1].notes == ["reasoning restored"]
+    assert session.completions[1].messages_tail == [user("go")]
+    assert plain(read_session(tmp_path / "journal")) == plain(session)
 
 
 def test_the_seal_ends_calls_in_flight_and_keeps_what_was_there(tmp_path: Path) -> None:
@@ -416,6 +502,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int], list[int], str
             "failed",
             "broken",
             "lost",
+            "lost, then found",
             "open",
             "silent",
         ]
@@ -458,8 +545,10 @@ def play(
         if what in ("broken", "open"):
             continue
         done.append(call.close(reply(prompt, sampled), {"top_p": 0.9}))
-        if what == "lost":
-            call.undelivered()
+        if what.startswith("lost"):
+            call.undelivered(which)
+        if what == "lost, then found":
+            capture.redelivered(call.completion_id)
     return sent
 
 
