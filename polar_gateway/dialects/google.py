@@ -7,7 +7,6 @@ is streamed are in the URL.
 import itertools
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polar_gateway.dialects import messages as shared
@@ -132,7 +131,6 @@ def match(
     return Match("model", {"model": found["model"]}) if found["model"] else Match("models")
 
 
-@lru_cache(maxsize=256)
 def _camel(field: str) -> str:
     first, *rest = field.split("_")
     return first + "".join(word[:1].upper() + word[1:] for word in rest)
@@ -201,11 +199,10 @@ def _check_output(config: dict[str, Any]) -> None:
             "generationConfig.candidateCount",
             "one answer to a request; ask again for another sample",
         )
-    for modality in config.get("responseModalities") or []:
-        if str(modality).upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
-            raise UnsupportedRequestError(
-                "generationConfig.responseModalities", "the model behind this endpoint writes text"
-            )
+    if config.get("responseModalities") not in (None, [], ["TEXT"], ["MODALITY_UNSPECIFIED"]):
+        raise UnsupportedRequestError(
+            "generationConfig.responseModalities", "the model behind this endpoint writes text"
+        )
 
 
 def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -246,7 +243,7 @@ class _History:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._calls = 0
-        self._unanswered: dict[str, _Asked] = {}
+        self._unanswered = _Unanswered()
 
     def add(self, content: dict[str, Any], where: str) -> None:
         parts = _listed(content.get("parts") or [], f"{where}.parts")
@@ -286,7 +283,7 @@ class _History:
             call_id = f"functionCall_{self._calls}"
         self._calls += 1
         called = string(call.get("name"), f"{field}.name")
-        self._unanswered[call_id] = _Asked(called, has_id)
+        self._unanswered.add(call_id, called, has_id=has_id)
         return shared.tool_call(call_id, called, shared.arguments_of_object(call.get("args")))
 
     def _add_user(self, parts: list[dict[str, Any]], where: str) -> None:
@@ -311,7 +308,8 @@ class _History:
         for result in results:
             content = shared.fold_parts(result.parts)
             self._conversation.tool(
-                self._answered(result), shared.as_error(content) if result.failed else content
+                self._unanswered.take(result.call_id, result.name),
+                shared.as_error(content) if result.failed else content,
             )
         if results and not rest:
             return
@@ -321,25 +319,36 @@ class _History:
             return
         self._conversation.user(shared.fold_parts(rest))
 
-    def _answered(self, result: "_Result") -> str:
-        """The id of the call that this is the result of."""
-        if result.call_id in self._unanswered:
-            del self._unanswered[result.call_id]
-            return result.call_id
-        for call_id, asked in self._unanswered.items():
-            # An id that no call has can only belong to a call that was sent without.
-            may_be = not (result.call_id and asked.has_id)
-            if may_be and result.name in ("", asked.name):
-                del self._unanswered[call_id]
-                return call_id
-        return result.call_id or result.name
 
+class _Unanswered:
+    """The calls that wait for their results, found in the time of a look-up."""
 
-class _Asked(NamedTuple):
-    """A call that waits for its result."""
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._named: dict[tuple[str, bool], dict[str, None]] = {}
+        """Ids by name, or "" for any, and whether only those of calls that were sent without one."""
 
-    name: str
-    has_id: bool
+    def add(self, call_id: str, name: str, *, has_id: bool) -> None:
+        self._names[call_id] = name
+        for key in self._keys(name):
+            if not (has_id and key[1]):
+                self._named.setdefault(key, {})[call_id] = None
+
+    def take(self, call_id: str, name: str) -> str:
+        """The id of the call that a result with this id or, lacking that, this name belongs to, or
+        a word for it when there is none. An id that no call has can only belong to a call that was
+        sent without."""
+        if call_id not in self._names:
+            waiting = self._named.get((name, bool(call_id)))
+            if not waiting:
+                return call_id or name
+            call_id = next(iter(waiting))
+        for key in self._keys(self._names.pop(call_id)):
+            self._named.get(key, {}).pop(call_id, None)
+        return call_id
+
+    def _keys(self, name: str) -> set[tuple[str, bool]]:
+        return {(name, False), (name, True), ("", False), ("", True)}
 
 
 class _Result(NamedTuple):
@@ -527,7 +536,7 @@ def _tool_choice(
                 f"{mode!r} is none of AUTO, ANY, NONE, VALIDATED",
             )
     allowed = given.get("allowedFunctionNames")
-    if not allowed or mode == "AUTO":
+    if not isinstance(allowed, list) or not allowed or mode == "AUTO":
         return tools, choice
     if mode == "ANY" and len(allowed) == 1:
         return tools, {"type": "function", "function": {"name": allowed[0]}}

@@ -218,7 +218,9 @@ class _History:
         self._results: list[tuple[str, str | list[dict[str, Any]]]] = []
 
     def add(self, item: dict[str, Any], field: str) -> None:
-        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        kind = string(item.get("type"), f"{field}.type") or (
+            "message" if "role" in item else "item_reference"
+        )
         if item.get("execution") == "server":
             note(self.conversation.notes, f"input item of type {kind} ignored")
         elif kind == "message":

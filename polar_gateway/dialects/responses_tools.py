@@ -162,7 +162,7 @@ class Tools:
         return found or not (self._searched and tool.get("defer_loading"))
 
     def _add_one(self, tool: dict[str, Any], namespace: str, field: str, found: bool) -> None:
-        kind = tool.get("type")
+        kind = string(tool.get("type"), f"{field}.type") or None
         if not self._offered(tool, found):
             return
         if kind == "namespace" and not namespace:

@@ -1,5 +1,6 @@
 import base64
 import json
+import time
 from typing import Any
 
 import pytest
@@ -659,3 +660,15 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert json.loads(google.model_body("a/b")) == listed
     assert json.loads(google.models_body(["a/b"])) == {"models": [listed]}
     assert google.count_body(7) == b'{"totalTokens":7}'
+
+
+def test_pairing_any_number_of_results_takes_the_time_of_their_length() -> None:
+    calls = [call("read") for _ in range(20_000)]
+    answered = [result("read", str(at)) for at in range(10_000)]
+    strangers = [result("other", id="x") for _ in range(10_000)]
+    began = time.perf_counter()
+    request = normalise(USER, model(*calls), user(*strangers, *answered))
+    assert [message["content"] for message in request.messages[-10_000:]] == [
+        str(at) for at in range(10_000)
+    ]
+    assert time.perf_counter() - began < 5

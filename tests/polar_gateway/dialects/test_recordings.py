@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import random
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -18,7 +20,15 @@ from polar_gateway.dialects import (
     route,
 )
 from polar_gateway.dialects.messages import message_of
-from polar_gateway.dialects.turn import Block, Call, Dialect, ModelRequest, Reasoning, Text
+from polar_gateway.dialects.turn import (
+    Block,
+    Call,
+    Dialect,
+    ModelRequest,
+    Reasoning,
+    Text,
+    UnsupportedRequestError,
+)
 from tests.polar_gateway.dialects import conversations
 from tests.polar_gateway.dialects.clients import (
     parse_sse,
@@ -299,3 +309,52 @@ def with_ids_by_order(request: ModelRequest) -> list[dict[str, Any]]:
         if message["role"] == "tool":
             message["tool_call_id"] = ids[message["tool_call_id"]]
     return messages
+
+
+FOREIGN: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1.5,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    ["a"],
+    [1],
+    {"a": 1},
+    [{}],
+    {"type": "x"},
+)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_a_body_with_anything_in_any_place_is_translated_or_refused(dialect: Dialect) -> None:
+    """Refused means the one exception that becomes the provider's 400."""
+    rng = random.Random(7)
+    bodies = [
+        {**exchange.request["body"], **routed(exchange).fields}
+        for pair in SCENARIOS
+        for exchange in load(*pair)[-1:]
+        if routed(exchange).dialect == dialect
+    ]
+    refused = 0
+    for _ in range(800):
+        body = copy.deepcopy(rng.choice(bodies))
+        holder, key = rng.choice(list(places(body)))
+        holder[key] = copy.deepcopy(rng.choice(FOREIGN))
+        try:
+            dialect.normalise(body)
+        except UnsupportedRequestError:
+            refused += 1
+    assert refused > 100
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Where in a body there is a value: what holds it, and under which key."""
+    if isinstance(value, (dict, list)):
+        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield value, key
+            if key not in ("parameters", "parametersJsonSchema", "input_schema"):
+                yield from places(each)
