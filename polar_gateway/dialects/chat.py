@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from polar_gateway.dialects import messages as shared
 from polar_gateway.dialects.custom_tools import (
     CustomInput,
@@ -470,6 +472,10 @@ class _Streamer:
         return self._chunk(b"{}")
 
     def error(self, error: ErrorKind) -> bytes:
+        """Clients judge it by its sentence: pi asks again after one that names such a status."""
+        status = error_status(error)
+        if status >= 429:
+            error = msgspec.structs.replace(error, message=f"{status} {error.message}")
         return b"data: %b\n\n" % error_body(error)
 
 

@@ -2,6 +2,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -502,8 +503,26 @@ def test_an_error_has_the_providers_shape(code: Any, kind: str, provider_code: s
     assert body == {
         "error": {"message": "So it is.", "type": kind, "param": None, "code": provider_code}
     }
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("context_overflow", 400, "So it is."),
+        ("session_closed", 400, "So it is."),
+        ("rate_limit", 429, "429 So it is."),
+        ("overloaded", 503, "503 So it is."),
+        ("internal", 500, "500 So it is."),
+    ],
+)
+def test_an_error_inside_a_stream_names_in_its_sentence_the_status_that_is_asked_again_after(
+    code: Any, status: int, said: str
+) -> None:
+    error = ErrorKind(status=status, code=code, message="So it is.")
     streamer = chat.streamer(REQUEST, COMPLETION_ID, CREATED)
-    assert parse_sse(streamer.error(error)) == [(None, body)]
+    [(event, body)] = parse_sse(streamer.error(error))
+    assert event is None
+    assert body == json.loads(chat.error_body(msgspec.structs.replace(error, message=said)))
 
 
 def test_a_model_is_asked_for_by_any_name() -> None:
