@@ -13,20 +13,18 @@ import msgspec
 
 from polar_gateway.capture.session import CHAIN_HEADERS, OpenCall
 from polar_gateway.dialects.turn import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
-    Call,
     Dialect,
     ErrorKind,
     ModelRequest,
-    Reasoning,
     Turn,
     TurnEnd,
     TurnEvent,
 )
 from polar_gateway.engines.base import EngineStream
+from polar_gateway.engines.whole import events_of
 from polar_gateway.exchange import JSON, Exchange
 
 MAX_UNCLAIMED = 64
@@ -210,7 +208,8 @@ class Generation:
 
     async def _give(self, listener: Listener, turn: Turn) -> None:
         if not self._told:
-            await listener.hear(events_of(turn), turn.usage.prompt_tokens)
+            events = events_of(turn.blocks, cut=turn.finish_reason == "length")
+            await listener.hear(events, turn.usage.prompt_tokens)
         elif listener not in self.listeners:
             await self.join(listener)
         self.delivered = await listener.conclude(turn) or self.delivered
@@ -224,22 +223,6 @@ class Generation:
 def _events(told: _Told) -> list[TurnEvent]:
     middle: list[TurnEvent] = [BlockDelta(text="".join(told.parts))] if told.parts else []
     return [told.start, *middle, *([told.end] if told.end is not None else [])]
-
-
-def events_of(turn: Turn) -> list[TurnEvent]:
-    """A finished turn as the events of its stream, each block in one piece, without the last."""
-    events: list[TurnEvent] = []
-    for block in turn.blocks:
-        text = block.arguments if isinstance(block, Call) else block.text
-        cut = turn.finish_reason == "length" and block is turn.blocks[-1]
-        events += [_start(block), BlockDelta(text=text), BlockEnd(cut=cut)]
-    return events
-
-
-def _start(block: Block) -> BlockStart:
-    if isinstance(block, Call):
-        return BlockStart(kind="call", id=block.id, name=block.name)
-    return BlockStart(kind="reasoning" if isinstance(block, Reasoning) else "text")
 
 
 class Generations:

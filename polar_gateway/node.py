@@ -375,6 +375,8 @@ async def probe_engine(engine: Engine, base_url: str, patience: float) -> Engine
             raise NodeStartError(
                 f"the engine at {base_url} cannot be trained on: " + "; ".join(probe.problems)
             )
+        for note in probe.notes:
+            logger.warning("the engine at %s: %s", base_url, note)
         return probe
 
 

@@ -3,21 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from polar_gateway.dialects.turn import (
-    BlockDelta,
-    BlockEnd,
-    BlockStart,
-    Call,
-    ModelRequest,
-    Reasoning,
-    Text,
-    Turn,
-    Usage,
-)
-from polar_gateway.generations import Asked, asked, events_of, is_marked, same_call
+from polar_gateway.dialects.turn import ModelRequest
+from polar_gateway.generations import Asked, asked, is_marked, same_call
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}
 
@@ -82,34 +70,3 @@ def test_a_higher_limit_asks_anew_for_what_the_limit_has_cut() -> None:
 )
 def test_the_sdks_say_when_they_ask_again(count: str | None, marked: bool) -> None:
     assert is_marked({} if count is None else {"x-stainless-retry-count": count}) is marked
-
-
-BLOCKS = st.lists(
-    st.one_of(
-        st.builds(Reasoning, text=st.text()),
-        st.builds(Text, text=st.text()),
-        st.builds(Call, id=st.text(), name=st.text(), arguments=st.text()),
-    ),
-    max_size=5,
-)
-
-
-@given(blocks=BLOCKS, reason=st.sampled_from(["stop", "length", "tool_calls"]))
-def test_a_finished_turn_is_told_block_by_block_and_only_the_last_may_be_cut(
-    blocks: list[Any], reason: Any
-) -> None:
-    turn = Turn(
-        completion_id="msg_0", created=0, blocks=blocks, finish_reason=reason, usage=Usage()
-    )
-    events = events_of(turn)
-    assert len(events) == 3 * len(blocks)
-    for number, block in enumerate(blocks):
-        start, delta, end = events[3 * number : 3 * number + 3]
-        assert isinstance(start, BlockStart)
-        assert isinstance(delta, BlockDelta)
-        assert isinstance(end, BlockEnd)
-        assert (start.id, start.name) == (
-            (block.id, block.name) if isinstance(block, Call) else ("", "")
-        )
-        assert delta.text == (block.arguments if isinstance(block, Call) else block.text)
-        assert end.cut == (reason == "length" and number == len(blocks) - 1)
