@@ -1,7 +1,8 @@
 """Qwen Code (`qwen`), which is configured here to speak Chat Completions.
 
-What asks the model beside the task is off: the memory, skill and next-speaker checks after it. So
-is what would reach other runs on the machine: sessions that send each other messages.
+What asks the model beside the task is off: the memory, skill and next-speaker checks after it, and
+the tool that has a page read by the model. So is what would reach other runs on the machine:
+sessions that send each other messages.
 """
 
 import json
@@ -22,8 +23,8 @@ GAVE_UP = ("Loop detection halted the run", "Model stream ended with empty respo
 class QwenCodeSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Settings of the harness `qwen_code`."""
 
-    exclude_tools: list[str] = []
-    """Built-in tools that are not offered to the model."""
+    exclude_tools: tuple[str, ...] = ("web_fetch",)
+    """Built-in tools that are not offered; web_fetch asks the model in a call of its own."""
     max_turns: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Stop after so many turns; None: no limit."""
     reasoning_effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -139,7 +140,7 @@ def _cli_settings(
         "tools": {
             # Without a terminal of its own it loses output of commands on a busy machine.
             "shell": {"enableInteractiveShell": True},
-            "disabled": settings.exclude_tools,
+            "disabled": list(settings.exclude_tools),
         },
         "mcpServers": {server.name: _mcp_server(server) for server in servers},
     }

@@ -29,7 +29,7 @@ docker_daemon() {
 }
 real_vllm() { scripts/vllm.sh install && scripts/vllm.sh model; }
 
-provide clis .venv/bin/polar harness install codex claude_code pi
+provide clis .venv/bin/polar harness install codex claude_code pi pi_old gemini_cli qwen_code opencode
 provide docker docker_daemon
 provide vllm real_vllm
 

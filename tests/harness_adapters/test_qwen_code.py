@@ -52,7 +52,10 @@ def test_what_asks_the_model_beside_the_task_is_off_and_the_window_is_told() -> 
         "skipNextSpeakerCheck": True,
         "generationConfig": {"contextWindowSize": 40960},
     }
-    assert settings["tools"]["shell"] == {"enableInteractiveShell": True}
+    assert settings["tools"] == {
+        "shell": {"enableInteractiveShell": True},
+        "disabled": ["web_fetch"],
+    }
     assert settings["agents"] == {"crossSessionMessaging": False}
 
 

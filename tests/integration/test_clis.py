@@ -66,6 +66,9 @@ async def test_a_cli_repairs_the_repository_and_its_run_is_one_chain_of_the_samp
     assert any(a.name.startswith("artifacts/native/") for a in result.artifacts)
 
 
+TASK = r"mistake in calc\.py"
+"""In every call of a harness and in none of the gateway's own."""
+
 SHELL_TOOL = {
     "pi_old": "bash",
     "gemini_cli": "run_shell_command",
@@ -108,7 +111,7 @@ async def test_a_cli_whose_time_is_up_is_stopped_built_and_graded(
     tmp_path: Path, packs: Path, harness: str, runtime: dict[str, Any], demo_task: dict[str, Any]
 ) -> None:
     script = ScriptFile(DEMO / "script.json").current()
-    engine = ScriptedEngine(script, faults=[Fault(skip=2, times=1000, delay=600)])
+    engine = ScriptedEngine(script, faults=[Fault(match=TASK, skip=1, times=1000, delay=600)])
     async with gateway(tmp_path, engine=engine, pack_dir=packs) as node:
         result = await node.run(
             **{**session(demo_task, harness, runtime), "remaining_timeout_seconds": 8}
@@ -122,7 +125,9 @@ async def test_a_cli_whose_time_is_up_is_stopped_built_and_graded(
 async def test_a_cli_whose_engine_refuses_every_call_ends_as_a_failure_of_the_engine(
     tmp_path: Path, packs: Path, harness: str, runtime: dict[str, Any], demo_task: dict[str, Any]
 ) -> None:
-    engine = ScriptedEngine(faults=[Fault(skip=1, times=10_000, status=400, message="not today")])
+    engine = ScriptedEngine(
+        faults=[Fault(match=TASK, times=10_000, status=400, message="not today")]
+    )
     async with gateway(tmp_path, engine=engine, pack_dir=packs) as node:
         result = await node.run(**session(demo_task, harness, runtime))
     assert result.status == "ERROR"
