@@ -1,8 +1,10 @@
 """Whether an assistant message is the echo of a recorded answer, and what it lacks of it. Pure.
 
 Harnesses send an answer back with its tool arguments spelled anew, with default arguments added or
-dropped, and without its reasoning. Such an echo means the same as the answer, and is replaced by it.
-What a harness has changed in meaning is its own words and stays.
+dropped, without its reasoning (Gemini CLI) or with that trimmed (Qwen Code), and without a text that
+is all white space (Claude Code, pi), such as the empty line that many models say before a tool call.
+Such an echo means the same as the answer, and is replaced by it. What a harness has changed in
+meaning is its own words and stays.
 """
 
 from collections.abc import Iterable, Sequence

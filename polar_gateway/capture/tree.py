@@ -6,7 +6,7 @@ it is one, strongest first: a reference that our answer carried; a call id that 
 out; the messages before it, which lead to where the answer was said.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,14 @@ from builders.records import Completion
 from polar_gateway.capture import restore
 from polar_gateway.capture.restore import AMBIGUOUS, Candidate, Restoration
 from polar_gateway.dialects.turn import ModelRequest
+
+
+class _Echo(NamedTuple):
+    """How a harness has sent an answer back in other words, and what that lacked."""
+
+    message: dict[str, Any]
+    reference: str | None
+    restoration: Restoration
 
 
 class _Node:
@@ -28,8 +36,8 @@ class _Node:
         """The latest completion that came through here, for each set of tools."""
         self.answers: list[Completion] = []
         """The completions that said this, here or where it was said first."""
-        self.echo: tuple[dict[str, Any], Restoration] | None = None
-        """How a harness has sent this answer back in other words, and what that lacked."""
+        self.echo: _Echo | None = None
+        """The last echo that nothing but this can be meant by."""
 
     def child(self, message: dict[str, Any]) -> "_Node | None":
         for node in self.children:
@@ -49,6 +57,14 @@ class _Node:
             or not self.answers
             or any(answer.completion_id == reference for answer in self.answers)
         )
+
+
+class _Recalled(NamedTuple):
+    """The answer that an echo is one of."""
+
+    node: _Node
+    restoration: Restoration
+    ambiguous: bool = False
 
 
 class Place:
@@ -154,9 +170,10 @@ class MessageTree:
                     following = sent[index + 1] if index + 1 < len(sent) else None
                     recalled = self._recall(node, message, following, reference, request.tools)
                     if recalled is not None:
-                        found, restoration, phrases = recalled
-                        notes += phrases
-                        call_ids = list(restoration.call_ids)
+                        found = recalled.node
+                        call_ids = list(recalled.restoration.call_ids)
+                        notes += recalled.restoration.notes
+                        notes += [AMBIGUOUS] if recalled.ambiguous else []
             else:
                 if call_ids and message["role"] == "tool":
                     message = _reissued(message, call_ids)
@@ -174,13 +191,13 @@ class MessageTree:
         following: dict[str, Any] | None,
         reference: str | None,
         tools: list[dict[str, Any]] | None,
-    ) -> "tuple[_Node, Restoration, tuple[str, ...]] | None":
-        """The answer that `echo`, said behind `before`, is an echo of, how it is restored, and what
-        to note of that."""
+    ) -> _Recalled | None:
+        """The answer that `echo`, said behind `before`, is one of; None where it is the harness's
+        own words."""
         here = [] if before is None else [node for node in before.children if node.answers]
         for node in here:
-            if node.echo is not None and node.echo[0] == echo and node.may_be_of(reference):
-                return node, node.echo[1], node.echo[1].notes
+            if (known := node.echo) and known.reference == reference and known.message == echo:
+                return _Recalled(node, known.restoration)
         nodes: list[_Node] = []
         candidates: list[Candidate] = []
         for node in self._suspects(echo, here, reference):
@@ -198,8 +215,8 @@ class MessageTree:
         number, ambiguous = restore.choose(candidates)
         node, restoration = nodes[number], candidates[number].restoration
         if len(candidates) == 1 and candidates[0].in_place:
-            node.echo = echo, restoration
-        return node, restoration, (*restoration.notes, *([AMBIGUOUS] if ambiguous else []))
+            node.echo = _Echo(echo, reference, restoration)
+        return _Recalled(node, restoration, ambiguous)
 
     def _suspects(
         self, echo: dict[str, Any], here: list[_Node], reference: str | None

@@ -247,6 +247,19 @@ def test_an_ambiguous_echo_is_of_the_latest_delivered_answer_and_that_is_noted(
     assert restored.notes == ["reasoning restored", "ambiguous echo"]
 
 
+def test_an_echo_that_was_told_by_its_reference_is_ambiguous_without_it(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first, second = siblings(session, thought("a"), thought("b"))
+    sent = [*GO, echo(first), user("more")]
+    for answer in (first, second, first):
+        restored = capture.restored(asked(sent, {1: answer.completion_id}))
+        assert restored.messages[1] is answer.response_message
+        assert restored.notes == ["reasoning restored"]
+    assert capture.restored(asked(sent)).notes == ["reasoning restored", "ambiguous echo"]
+
+
 def test_an_ambiguous_echo_stays_with_the_answer_that_it_was_taken_for(
     capture: SessionCapture,
 ) -> None:
@@ -425,6 +438,9 @@ TOOLS = [
 ]
 
 Words = st.text(st.characters(codec="utf-8"), max_size=8)
+Blank = st.sampled_from(["", "\n", "\n\n "])
+Said = st.builds("{}{}{}".format, Blank, Words, Blank)
+"""As models speak: with line breaks around it, and often with nothing between them."""
 Json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | Words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(Words, inner, max_size=3),
@@ -453,29 +469,31 @@ def turns(draw: st.DrawFn) -> Turn:
             st.sampled_from([compact(value), json.dumps(value), json.dumps(value, indent=2)])
         )
         calls.append((name, spelled[:-1] if draw(st.integers(0, 9)) == 0 else spelled))
-    return Turn(draw(Words), draw(Words), calls)
+    return Turn(draw(Said), draw(Said), calls)
 
 
 class Client(NamedTuple):
     """What a harness does to an answer before it sends it back."""
 
-    spelling: str
-    defaults: str
-    keeps_reasoning: bool
-    refers: bool
+    arguments: str = "spelled anew"
+    """or verbatim, or with defaults added or dropped"""
+    reasoning: str = "kept"
+    """or trimmed, or dropped"""
+    drops_blank_text: bool = False
+    refers: bool = False
     """It sends back the reference that came with each answer."""
-    strips: bool
-    keeps_ids: bool
+    keeps_ids: bool = True
 
 
 CLIENTS = {
-    "codex": Client("verbatim", "kept", True, True, False, True),
-    "claude_code": Client("compact", "added", True, True, False, True),
-    "pi": Client("compact", "kept", True, False, True, True),
-    "qwen_code": Client("compact", "kept", True, False, False, True),
-    "opencode": Client("compact", "added", False, False, True, True),
-    "gemini_cli": Client("compact", "dropped", False, True, False, True),
-    "a sub-agent of gemini_cli": Client("compact", "kept", False, False, False, False),
+    "codex": Client("verbatim", refers=True),
+    "claude_code": Client("defaults added", drops_blank_text=True, refers=True),
+    "pi": Client(drops_blank_text=True),
+    "qwen_code": Client(reasoning="trimmed"),
+    "opencode": Client(),
+    "gemini_cli": Client(reasoning="dropped", refers=True),
+    "a sub-agent of gemini_cli": Client(reasoning="dropped", keeps_ids=False),
+    "one that drops defaults": Client("defaults dropped", refers=True),
 }
 
 
@@ -495,11 +513,11 @@ def respelled(arguments: str, client: Client) -> str:
         value = json.loads(arguments)
     except ValueError:
         return arguments
-    if client.spelling == "verbatim":
+    if client.arguments == "verbatim":
         return arguments
-    if client.defaults == "added":
+    if client.arguments == "defaults added":
         value = {**DEFAULTS, **value}
-    if client.defaults == "dropped":
+    if client.arguments == "defaults dropped":
         # By type as well: 0 is not the false that is the default.
         value = {
             key: each
@@ -510,8 +528,11 @@ def respelled(arguments: str, client: Client) -> str:
 
 
 def rendered(answer: Message, client: Client, place: int) -> Message:
-    text = answer["content"].strip() if client.strips else answer["content"]
-    reasoning = answer.get("reasoning_content", "") if client.keeps_reasoning else ""
+    text, reasoning = answer["content"], answer.get("reasoning_content", "")
+    if client.drops_blank_text and not text.strip():
+        text = ""
+    if client.reasoning != "kept":
+        reasoning = reasoning.strip() if client.reasoning == "trimmed" else ""
     calls = [
         {
             "id": call["id"] if client.keeps_ids else f"functionCall_{place}_{number}",
