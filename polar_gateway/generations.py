@@ -162,8 +162,6 @@ class Generation:
         self.turn: Turn | None = None
         self.refusal: ErrorKind | None = None
         self.delivered = False
-        self.delivered_tokens = 0
-        """How many of the sampled tokens were handed to a harness that was there."""
         self.listeners: list[Listener] = []
         self._told: list[_Told] = []
         self._prompt_tokens = 0
@@ -193,7 +191,7 @@ class Generation:
         for listener in list(self.listeners):
             await listener.hear(events, self._prompt_tokens)
             if not listener.exchange.gone:
-                self.delivered_tokens = stream.sampled_tokens
+                self.record.delivered_tokens = stream.sampled_tokens
 
     async def conclude(self, turn: Turn) -> None:
         """Give all of them the turn, whose record is durable by now."""

@@ -468,14 +468,14 @@ class Sampler:
 
     def _end(self, code: str, message: str) -> ErrorKind | None:
         try:
-            self._record.fail(message, code, self._generation.delivered_tokens)
+            self._record.fail(message, code)
         except CaptureError as error:
             return self._failed(error)
         return None
 
     def undelivered(self) -> None:
         try:
-            self._record.undelivered(self._generation.delivered_tokens)
+            self._record.undelivered()
         except CaptureError as error:
             self._failed(error)
 

@@ -87,6 +87,8 @@ class Completed(msgspec.Struct, kw_only=True, tag_field="kind", tag="completion"
     sampling: dict[str, Any] = {}
     usage: dict[str, int] = {}
     findings: list[str] = []
+    notes: list[str] = []
+    """Of the engine's side, besides those of the intent."""
     delivered: bool = True
     """False for a generation that was cut off: it is kept, and nobody can have received it whole."""
     delivered_tokens: int = 0

@@ -96,7 +96,7 @@ class Ledger:
             usage=record.usage,
             started_at=intent.at,
             ended_at=record.at,
-            notes=intent.notes,
+            notes=[*intent.notes, *record.notes],
             findings=record.findings,
             chain=intent.chain,
         )
@@ -248,6 +248,9 @@ class OpenCall:
         self._generation: Generation | None = None
         self._sampling: dict[str, Any] = {}
         self._appended = False
+        self.delivered_tokens = 0
+        """How many of the sampled tokens were written while the harness was there; to be kept up
+        to date by who writes them, and recorded of an answer that does not get through whole."""
 
     @property
     def is_open(self) -> bool:
@@ -291,26 +294,22 @@ class OpenCall:
         """Journal the finished completion; durable when this returns."""
         return self._end(self._completed(reply, sampling))
 
-    def fail(
-        self, message: str, code: str = "call_failed", delivered_tokens: int | None = None
-    ) -> None:
+    def fail(self, message: str, code: str = "call_failed") -> None:
         """Journal that the call ended without an answer; a call cut by the seal has ended already.
 
         What a followed generation sampled before is a completion that nobody received whole, and
-        `code` a finding of it. `delivered_tokens`: as for `undelivered`.
+        `code` a finding of it.
         """
         if not self.is_open:
             return
-        record = self._ending(code, message, delivered_tokens or 0)
+        record = self._ending(code, message)
         if isinstance(record, journal.Completed):
             self._end(record)
         else:
             self._capture._calls.pop(self.completion_id, None)
             self._capture._write(record)
 
-    def _ending(
-        self, code: str, message: str, delivered_tokens: int = 0
-    ) -> journal.Completed | journal.Failed:
+    def _ending(self, code: str, message: str) -> journal.Completed | journal.Failed:
         """How a call is recorded that ends now, before its time."""
         if self._generation is not None and self._generation.prompt_ids:
             reply = self._generation.reply
@@ -318,7 +317,7 @@ class OpenCall:
                 record = self._completed(reply, self._sampling)
                 record.finish_reason = record.stop_reason = None
                 record.findings = [*reply.findings, code]
-                record.delivered, record.delivered_tokens = False, delivered_tokens
+                record.delivered, record.delivered_tokens = False, self.delivered_tokens
                 return record
         return journal.Failed(
             completion_id=self.completion_id, code=code, message=message, at=time.time()
@@ -360,20 +359,19 @@ class OpenCall:
                 "reasoning_tokens": usage.reasoning_tokens,
             },
             findings=reply.findings,
+            notes=reply.notes,
             at=time.time(),
         )
 
-    def undelivered(self, delivered_tokens: int | None = None) -> None:
+    def undelivered(self) -> None:
         """Journal that the answer, once recorded, did not reach the harness whole.
 
-        `delivered_tokens` is how many of its sampled tokens were written while the harness was
-        there; None where that is not known, which counts as none. Does nothing once the session is
-        sealed: what was built must stay true.
+        Does nothing once the session is sealed: what was built must stay true.
         """
         if not self._capture._ledger.sealed:
             self._capture._write(
                 journal.Undelivered(
-                    completion_id=self.completion_id, delivered_tokens=delivered_tokens or 0
+                    completion_id=self.completion_id, delivered_tokens=self.delivered_tokens
                 )
             )
 

@@ -81,7 +81,8 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
             continue
         if exchange.cut:
             call.close(reply([Text(text=f"{HALF}, and this is the rest.")]), {})
-            call.undelivered(3)
+            call.delivered_tokens = 3
+            call.undelivered()
             continue
         encoded = base64.b64encode(completion_id.encode()).decode()
         ours = encoded if routed.dialect is google else completion_id

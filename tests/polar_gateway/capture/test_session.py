@@ -355,15 +355,14 @@ def test_a_seal_that_cannot_be_journalled_seals_all_the_same_and_says_so(tmp_pat
     assert_counted_and_not_trained_on(session, [3, 4], "call_cut_by_seal")
 
 
-@pytest.mark.parametrize(("told", "counted"), [(None, 0), (0, 0), (3, 3)])
-def test_an_undelivered_answer_says_how_much_of_it_was_delivered(
-    tmp_path: Path, told: int | None, counted: int
-) -> None:
+@pytest.mark.parametrize("told", [0, 3])
+def test_an_undelivered_answer_says_how_much_of_it_was_delivered(tmp_path: Path, told: int) -> None:
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
     completion = call.close(reply([1], [3, 4, 5, END]), {})
-    call.undelivered(told)
-    assert (completion.delivered, completion.delivered_tokens) == (False, counted)
+    call.delivered_tokens = told
+    call.undelivered()
+    assert (completion.delivered, completion.delivered_tokens) == (False, told)
     session = capture.completion_session()
     assert plain(read_session(tmp_path / "journal")) == plain(session)
     assert split(session, Options()) == ([], {"undelivered": {"completions": 1, "tokens": 4}})
@@ -373,7 +372,8 @@ def test_an_answer_that_reached_who_asked_again_is_delivered(tmp_path: Path) -> 
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
     completion = call.close(reply([1], [3, END]), {})
-    call.undelivered(1)
+    call.delivered_tokens = 1
+    call.undelivered()
     capture.redelivered(call.completion_id)
     assert (completion.delivered, completion.delivered_tokens) == (True, None)
     session = capture.completion_session()
@@ -396,7 +396,8 @@ def test_a_call_that_broke_off_says_how_much_of_it_was_delivered(tmp_path: Path)
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
     call.follow(Stream([1, 2]).say(3, 4, 5), {})
-    call.fail("it broke", "engine_broke_off", 2)
+    call.delivered_tokens = 2
+    call.fail("it broke", "engine_broke_off")
     session = capture.completion_session()
     assert session.completions[0].delivered_tokens == 2
     assert plain(read_session(tmp_path / "journal")) == plain(session)
@@ -546,7 +547,8 @@ def play(
             continue
         done.append(call.close(reply(prompt, sampled), {"top_p": 0.9}))
         if what.startswith("lost"):
-            call.undelivered(which)
+            call.delivered_tokens = which
+            call.undelivered()
         if what == "lost, then found":
             capture.redelivered(call.completion_id)
     return sent
@@ -606,3 +608,23 @@ def test_the_shared_prefix_is_the_longest_one() -> None:
         node = completion(index, node, prompt, [chance.randrange(2)])
         assert node.shared == expected
         assert list(node.prompt_ids) == prompt
+
+
+def test_a_call_cut_by_the_seal_says_how_much_of_it_was_delivered(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    call.follow(Stream([1, 2]).say(3, 4, 5), {})
+    call.delivered_tokens = 2
+    capture.seal()
+    [cut] = capture.completion_session().completions
+    assert (cut.delivered, cut.delivered_tokens) == (False, 2)
+    assert plain(read_session(tmp_path / "journal")) == plain(capture.completion_session())
+
+
+def test_what_the_engine_had_to_be_asked_otherwise_is_noted(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    answered = reply([1], [3, END])
+    answered.notes = ["max_tokens: 5 instead of 900"]
+    assert call.close(answered, {}).notes == ["max_tokens: 5 instead of 900"]
+    assert plain(read_session(tmp_path / "journal")) == plain(capture.completion_session())

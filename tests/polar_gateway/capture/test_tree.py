@@ -241,7 +241,8 @@ def test_an_ambiguous_echo_is_of_the_latest_delivered_answer_and_that_is_noted(
     _, second = siblings(session, thought("a"), thought("b"))
     lost = session.open(asked(GO))
     lost.close(reply(*thought("c")), {})
-    lost.undelivered(0)
+    lost.delivered_tokens = 0
+    lost.undelivered()
     restored = capture.restored(asked([*GO, echo(second), user("more")]))
     assert restored.messages[1] is second.response_message
     assert restored.notes == ["reasoning restored", "ambiguous echo"]
@@ -402,7 +403,8 @@ def test_a_half_delivered_answer_keeps_the_half_that_the_harness_kept(
     session = Session(capture)
     call = session.open(asked(GO))
     call.close(reply(*thought("a", said="I look at it, then I"), bash("c1")), {})
-    call.undelivered(5)
+    call.delivered_tokens = 5
+    call.undelivered()
     sent = [*GO, assistant_message("I look at it,", "a", []), user("Go on.")]
     assert capture.restored(asked(sent)).messages == sent
 
