@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.proxy.process import serve_until_told
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.engines.vllm import Vllm
+from polar_gateway.garbage import collect_rarely
 from polar_gateway.proxy import Proxy
 from polar_gateway.sessions import Session, Sessions
 
@@ -41,6 +42,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[Proxy]:
                 capture=capture,
             )
         )
+    collect_rarely()
     engine = Vllm(url, model="bench")
     yield Proxy(sessions=sessions, engine=engine, model_served="bench")
     await engine.aclose()
