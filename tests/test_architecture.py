@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+@cache
 def imports() -> list[Import]:
     found: list[Import] = []
     for name, path in modules():

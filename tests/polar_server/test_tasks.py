@@ -74,7 +74,7 @@ def agent(**fields: Any) -> dict[str, Any]:
         ),
         pytest.param(agent(harness="shell"), "agent", id="shell without a command"),
         pytest.param(
-            agent(harness="pi", mcp_servers=[{"name": "m", "command": "x"}]),
+            agent(harness="pi_old", mcp_servers=[{"name": "m", "command": "x"}]),
             "agent.mcp_servers",
             id="what a harness cannot do",
         ),
