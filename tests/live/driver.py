@@ -102,7 +102,7 @@ async def live(
     token_delay: float = 0.0,
     max_model_len: int = 131_072,
     model_calls: ModelCallConfig | None = None,
-    within: float = 90,
+    within: float = 75,
     agent: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Ran:

@@ -109,15 +109,16 @@ async def test_a_stream_cut_in_its_text_is_asked_for_again_or_gone_on_from(
     tmp_path: Path, harness: str
 ) -> None:
     ran = await dropped(tmp_path, harness, Cut(stream=2, mark=TEXT[harness], nth=8))
+    if harness not in FAILS and harness not in KEEPS:
+        assert_given_again(ran)
+        return
     if harness in FAILS:
         assert_failed(ran)
-    elif harness not in KEEPS:
-        assert_given_again(ran)
     else:
         assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
         assert len(ran.wire.requests) == len(ran.calls) == 3, ran.how
         assert KEEPS[harness] in ran.calls[2].prompt
         assert [one.delivered for one in ran.completions] == [True, False, True]
-        kept = ran.completions[1].delivered_tokens
-        assert kept is not None
-        assert 0 < kept < len(ran.calls[1].token_ids)
+    got = ran.completions[1].delivered_tokens
+    assert got is not None
+    assert 0 < got < len(ran.calls[1].token_ids)
