@@ -24,6 +24,10 @@ MAX_VALUES = 500_000
 them: more than fit into the contexts of today's models."""
 MAX_FIELDS = 1000
 """Of the body itself, as unknown ones are noted by name; the largest API has some dozens."""
+MAX_ENCODINGS = 2
+"""Of one body; each may take as long as the first."""
+MAX_MEMBERS = 16
+"""Of one compressed body: gzip and zstd streams may be written one behind the other."""
 SPARE_FRAMES = 200
 """Of Python's recursion limit, for all who walk through the value after it was decoded; the last
 of them decodes it as a part of a session's result."""
@@ -60,9 +64,11 @@ def headers_too_large(limit: int) -> ErrorKind:
 
 def inflated(data: bytes, encoding: str, limit: int) -> bytes:
     """Decompress a request body. Raises RefusedError when it is not what it says or grows too big."""
-    for name in reversed([part.strip().lower() for part in encoding.split(",")]):
-        if name in ("", "identity"):
-            continue
+    names = [part.strip().lower() for part in encoding.split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if len(names) > MAX_ENCODINGS:
+        raise RefusedError(invalid(f"the body is encoded {len(names)} times"))
+    for name in reversed(names):
         try:
             data, whole = _inflate(data, name, limit + 1)
         except (zlib.error, zstd.ZstdError, brotli.error) as error:
@@ -76,17 +82,28 @@ def inflated(data: bytes, encoding: str, limit: int) -> bytes:
 
 def _inflate(data: bytes, encoding: str, most: int) -> tuple[bytes, bool]:
     """At most about `most` bytes of what the data holds, and whether it has come to its end."""
+    if encoding == "br":
+        reader = brotli.Decompressor()
+        return reader.process(data, output_buffer_limit=most), reader.is_finished()
+    parts: list[bytes] = []
+    for _ in range(MAX_MEMBERS):
+        member = _member(encoding)
+        parts.append(member.decompress(data, most))
+        most -= len(parts[-1])
+        data = member.unused_data
+        if not member.eof or not data or most <= 0:
+            return b"".join(parts), member.eof
+    raise RefusedError(too_large(f"has more than {MAX_MEMBERS} parts"))
+
+
+def _member(encoding: str) -> "zlib._Decompress | zstd.ZstdDecompressor":
     match encoding:
-        case "gzip" | "x-gzip" | "deflate":
-            window = zlib.MAX_WBITS if encoding == "deflate" else zlib.MAX_WBITS | 16
-            inflater = zlib.decompressobj(window)
-            return inflater.decompress(data, most), inflater.eof
+        case "gzip" | "x-gzip":
+            return zlib.decompressobj(zlib.MAX_WBITS | 16)
+        case "deflate":
+            return zlib.decompressobj()
         case "zstd":
-            unpacker = zstd.ZstdDecompressor()
-            return unpacker.decompress(data, most), unpacker.eof
-        case "br":
-            reader = brotli.Decompressor()
-            return reader.process(data, output_buffer_limit=most), reader.is_finished()
+            return zstd.ZstdDecompressor()
     raise RefusedError(invalid(f"content-encoding {encoding!r} is not supported"))
 
 

@@ -1,5 +1,7 @@
 import gzip
 import time
+import zlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from polar_gateway.request_body import (
     decoded,
     inflated,
     with_whole_characters,
+    zstd,
 )
 
 
@@ -28,6 +31,35 @@ def test_decompression_is_bounded_and_checked() -> None:
         with pytest.raises(RefusedError) as refused:
             inflated(data, encoding, limit)
         assert refused.value.kind.status == status
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("zstd", zstd.compress)],
+)
+def test_a_body_compressed_in_several_parts_is_read_whole_or_not_at_all(
+    encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    parts = [b"one ", b"", b"two ", b"x" * 992]
+    body = b"".join(map(compress, parts))
+    assert inflated(body, encoding, 1000) == b"".join(parts)
+    for data, limit, said in [
+        (body, 999, "larger than 999 bytes"),
+        (body[:-5], 1000, "cut short"),
+        (body + b"garbage", 1000, f"the body is not {encoding}"),
+        (compress(b"") * 100, 1000, "more than 16 parts"),
+    ]:
+        with pytest.raises(RefusedError, match=said):
+            inflated(data, encoding, limit)
+
+
+def test_a_body_may_not_be_compressed_any_number_of_times() -> None:
+    body = b"x" * 1000
+    for _ in range(3):
+        body = gzip.compress(body)
+    assert inflated(body, "identity, gzip,gzip", 10_000) == gzip.compress(b"x" * 1000)
+    with pytest.raises(RefusedError, match="encoded 3 times"):
+        inflated(body, "gzip,gzip,gzip", 10_000)
 
 
 def test_a_body_is_what_its_json_says() -> None:
