@@ -18,27 +18,43 @@ HEAD = 120
 """Characters of a system prompt in which the line must begin that a rule looks for; Claude Code
 puts a line that says who it is before."""
 
+FOLDED = "\n\n<system-reminder>"
+"""How a system message begins that came in the middle and is now a part of the one before it."""
+
+
+class Agent(NamedTuple):
+    """By what a harness is known."""
+
+    name: str
+    """What its `user-agent` header begins with."""
+    dialect: str | None = None
+    """The only one that it speaks; None: several."""
+
 
 class Rule(NamedTuple):
     """What a side call looks like; a call must match in every part that is given."""
 
     kind: str
-    agent: str
-    """What the `user-agent` header begins with."""
+    agent: Agent
     tools: frozenset[str] | None = frozenset()
     """At least one of these tools is offered and no other; empty: none is; None: any, but some."""
     system: str | None = None
     """What a line at the head of the system prompt begins with; "" is for no system prompt."""
+    whole_system: str | None = None
+    """All that the system prompt says."""
     first: str = ""
     """What the first message after the system prompt begins with."""
     last: tuple[str, ...] = ()
     """What the last message, then the user's, begins with: one of these."""
     end: tuple[str, ...] = ()
-    """What the last message, then the user's, ends with: one of these."""
+    """What the last message, then the user's, ends with: one of these. A system message that came
+    behind it, and was folded into it, is not counted."""
     messages: int | None = None
     """How many there are, the system prompt among them."""
     after_tool: bool = False
     """Whether the last message must follow a tool's result. The user's own words never do."""
+    max_tokens: int | None = None
+    """The limit of the answer's length."""
     answer: frozenset[str] | None = None
     """The fields of the JSON document that is asked for; None: it may be anything."""
     streamed: bool | None = None
@@ -48,10 +64,13 @@ class Rule(NamedTuple):
     """The name of a header, and what it contains."""
 
 
-_CLAUDE = "claude-cli/"
-_GEMINI = "GeminiCLI"
-_QWEN = "QwenCode/"
-_OPENCODE = "opencode/"
+_CODEX = Agent("codex", "responses")
+_CLAUDE = Agent("claude-cli/", "anthropic")
+_GEMINI = Agent("GeminiCLI", "google")
+_QWEN = Agent("QwenCode/")
+_OPENCODE = Agent("opencode/")
+_PI = Agent("pi/")
+_PI_OLD = Agent("OpenAI/JS", "chat")
 
 _NEXT_SPEAKER = "Analyze *only* the content and structure of your immediately preceding response ("
 _STATE_SNAPSHOT = "Then, produce the <state_snapshot> XML."
@@ -71,7 +90,7 @@ _PI_ENDS = (
 RULES = (
     Rule(
         "compaction",
-        "codex",
+        _CODEX,
         # Quotes inside the document's strings are escaped, so that no path or name can say this.
         header=("x-codex-turn-metadata", '"request_kind":"compaction"'),
     ),
@@ -81,8 +100,9 @@ RULES = (
         tools=None,
         last=("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use ",),
         end=("Tool calls will be rejected and you will fail the task.",),
-        after_tool=True,
+        header=("anthropic-beta", "fallback-credit-"),
     ),
+    Rule("quota", _CLAUDE, system="", last=("quota",), messages=1, max_tokens=1, streamed=False),
     Rule(
         "title",
         _CLAUDE,
@@ -96,6 +116,14 @@ RULES = (
         _CLAUDE,
         system="Write a short summary label describing what these tool calls accomplished.",
         end=("\n\nLabel:",),
+        messages=2,
+    ),
+    Rule(
+        "summary",
+        _CLAUDE,
+        whole_system="You are a Claude agent, built on Anthropic's Claude Agent SDK.",
+        last=("\nWeb page content:\n---\n",),
+        end=("\n - Never produce or reproduce exact song lyrics.\n",),
         messages=2,
     ),
     Rule(
@@ -117,6 +145,7 @@ RULES = (
     Rule(
         "next_speaker",
         _GEMINI,
+        system="",
         last=(_NEXT_SPEAKER,),
         answer=frozenset({"reasoning", "next_speaker"}),
         streamed=False,
@@ -131,7 +160,7 @@ RULES = (
     Rule(
         "edit_correction",
         _GEMINI,
-        system="You are an expert code-editing assistant specializing in de",
+        system="You are an expert code-editing assistant specializing in debugging and correcting ",
         last=("\n# Goal of the Original Edit\n",),
         messages=2,
         streamed=False,
@@ -139,7 +168,7 @@ RULES = (
     Rule(
         "edit_correction",
         _GEMINI,
-        system="You are an expert code-editing assistant. Your task is to an",
+        system="You are an expert code-editing assistant. Your task is to analyze a failed edit ",
         last=("Context: An LLM has just generated ",),
         messages=2,
         streamed=False,
@@ -179,7 +208,7 @@ RULES = (
     Rule(
         "summary",
         _QWEN,
-        system="Extract and summarize the requested information from the pro",
+        system="Extract and summarize the requested information from the provided web content.",
         last=("The user requested the following: ",),
         messages=2,
     ),
@@ -208,13 +237,13 @@ RULES = (
         _OPENCODE,
         system="You are a context summarization agent. You are given a conversation between ",
         end=("Do not mention the summary process or that context was compacted.",),
+        messages=2,
     ),
     *(
         Rule("compaction", agent, system=_PI_SUMMARY, last=_PI_HEADS, end=_PI_ENDS, messages=2)
-        for agent in ("pi/", "OpenAI/JS")
+        for agent in (_PI, _PI_OLD)
     ),
 )
-"""By harness: codex, Claude Code, Gemini CLI, Qwen Code, opencode, pi and pi_old."""
 
 
 def classify(request: ModelRequest, dialect: str, headers: Mapping[str, str]) -> str:
@@ -224,9 +253,11 @@ def classify(request: ModelRequest, dialect: str, headers: Mapping[str, str]) ->
     """
     if request.kind != TURN:
         return request.kind
-    agent = headers.get("user-agent", "")
+    name = headers.get("user-agent", "")
     for rule in RULES:
-        if agent.startswith(rule.agent) and _matches(rule, request, headers):
+        if not name.startswith(rule.agent.name) or rule.agent.dialect not in (None, dialect):
+            continue
+        if _matches(rule, request, headers):
             return rule.kind
     return TURN
 
@@ -239,6 +270,8 @@ def _matches(rule: Rule, request: ModelRequest, headers: Mapping[str, str]) -> b
     if rule.messages is not None and len(messages) != rule.messages:
         return False
     if rule.streamed is not None and request.stream != rule.streamed:
+        return False
+    if rule.max_tokens is not None and request.max_tokens != rule.max_tokens:
         return False
     if rule.header is not None and rule.header[1] not in headers.get(rule.header[0], ""):
         return False
@@ -260,10 +293,11 @@ def _offers(rule: Rule, request: ModelRequest) -> bool:
 
 def _says(rule: Rule, messages: list[dict[str, Any]]) -> bool:
     has_system = messages[0]["role"] == "system"
-    if rule.system is not None:
-        system = _text(messages[0]) if has_system else ""
-        if not _opens(system, rule.system):
-            return False
+    system = _text(messages[0]) if has_system else ""
+    if rule.system is not None and not _opens(system, rule.system):
+        return False
+    if rule.whole_system is not None and system != rule.whole_system:
+        return False
     if rule.first:
         first = messages[1:2] if has_system else messages[:1]
         if not first or not _text(first[0]).startswith(rule.first):
@@ -273,7 +307,9 @@ def _says(rule: Rule, messages: list[dict[str, Any]]) -> bool:
     if messages[-1]["role"] != "user":
         return False
     last = _text(messages[-1])
-    return last.startswith(rule.last or "") and last.endswith(rule.end or "")
+    if rule.last and not last.startswith(rule.last):
+        return False
+    return not rule.end or last.endswith(rule.end) or last.partition(FOLDED)[0].endswith(rule.end)
 
 
 def _opens(system: str, line: str) -> bool:
