@@ -29,14 +29,22 @@ IDLE_SECONDS = 600
 """How long an idle connection is kept: longer than agents pause between calls, so that none of
 them meets a connection that was closed while it wrote."""
 
+STALL_SECONDS = 60.0
+"""For which a client may leave its answer unread, beyond what the system buffers (megabytes, as a
+rule), before it is taken for gone."""
+
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with two gaps closed: it keeps a header of any length for whoever
-    connects, and does not notice that a client left which had sent its next request already."""
+    """uvicorn's protocol with three gaps closed: it keeps a header of any length for whoever
+    connects, waits without end for a client that does not read its answer, and does not notice
+    that one left which had sent its next request already."""
 
-    def __init__(self, *, max_header_bytes: int, **options: Any) -> None:
+    def __init__(self, *, max_header_bytes: int, stall_seconds: float, **options: Any) -> None:
         super().__init__(**options)
         self._max_header_bytes = max_header_bytes
+        self._stall_seconds = stall_seconds
+        self._stalled: asyncio.TimerHandle | None = None
+        """Runs while more is written than the client reads."""
 
     _head_bytes = 0
     """Bytes received since a message began or a piece of its body came."""
@@ -65,7 +73,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             b"connection: close\r\n\r\n%b" % (status.value, status.phrase.encode(), len(body), body)
         )
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._stall_seconds, self._give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _give_up(self) -> None:
+        logger.warning("a client has not read its answer for %g s", self._stall_seconds)
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.resume_writing()
         super().connection_lost(exc)
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
@@ -105,8 +128,10 @@ class ModelListener:
         *,
         max_header_bytes: int = 64 << 10,
         shutdown_seconds: float = 5.0,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._host = host
+        self._stall_seconds = stall_seconds
         self._shutdown_seconds = shutdown_seconds
         self._max_header_bytes = max_header_bytes
         self._state = ServerState()
@@ -169,6 +194,7 @@ class ModelListener:
         protocol = partial(
             BoundedHttpProtocol,
             max_header_bytes=self._max_header_bytes,
+            stall_seconds=self._stall_seconds,
             config=self._config,
             server_state=self._state,
             app_state={},

@@ -185,3 +185,35 @@ async def test_one_request_may_come_before_the_answer_to_the_one_before_it() -> 
         writer.write(ask + ask + ask)
         assert b"hello" not in await reader.read()
         writer.close()
+
+
+async def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> None:
+    ended = anyio.Event()
+
+    async def says_much(
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        much = {"type": "http.response.body", "body": b"x" * (64 << 20), "more_body": True}
+        await send(much)
+        await send({"type": "http.response.body", "body": b"the end"})
+        ended.set()
+
+    async with ModelListener(says_much, "127.0.0.1", 0, stall_seconds=0.4) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert not ended.is_set(), "it waits for its client"
+        with anyio.fail_after(5):
+            await ended.wait()
+            assert b"the end" not in (await reader.read())[-20:]
+        writer.close()
+        # Who reads slowly is waited for.
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(0.2)
+        with anyio.fail_after(5):
+            assert b"the end" in (await reader.read())[-20:]
+        writer.close()
