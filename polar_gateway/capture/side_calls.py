@@ -81,6 +81,11 @@ _PI_SUMMARY = (
     "You are a context summarization assistant. Your task is to read a conversation between "
 )
 _PI_HEADS = ("<conversation>\n", "# Conversation\n")
+_CLAUDE_ENDS = (
+    "Tool calls will be rejected and you will fail the task.",
+    # When the first answer had no summary in it.
+    "This paragraph is about how to write this summary. The user did not write it.",
+)
 _PI_ENDS = (
     "Preserve exact file paths, function names, and error messages.",
     "Focus on what's needed to understand the kept suffix.",
@@ -94,13 +99,18 @@ RULES = (
         # Quotes inside the document's strings are escaped, so that no path or name can say this.
         header=("x-codex-turn-metadata", '"request_kind":"compaction"'),
     ),
-    Rule(
-        "compaction",
-        _CLAUDE,
-        tools=None,
-        last=("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use ",),
-        end=("Tool calls will be rejected and you will fail the task.",),
-        header=("anthropic-beta", "fallback-credit-"),
+    *(
+        Rule(
+            "compaction",
+            _CLAUDE,
+            tools=None,
+            last=("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use ",),
+            end=_CLAUDE_ENDS,
+            header=header,
+            after_tool=header is None,
+        )
+        # The header is missing where models are named for its roles, as the launch plan does.
+        for header in (("anthropic-beta", "fallback-credit-"), None)
     ),
     Rule("quota", _CLAUDE, system="", last=("quota",), messages=1, max_tokens=1, streamed=False),
     Rule(

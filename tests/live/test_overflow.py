@@ -1,8 +1,7 @@
 """A context window that is too small for the task: who compacts, and who ends.
 
-The window is the engine's and is told to the CLIs that can be told. Tool output fills it: a digit
-is a token here. What a CLI asks in order to compact has no tools or says TEXT ONLY, by which the
-script knows it.
+The window is the engine's and is told to the CLIs that can be told. Tool output fills it. What a
+CLI asks in order to compact has no tools or says TEXT ONLY, by which the script knows it.
 """
 
 from pathlib import Path
@@ -22,16 +21,23 @@ SUMMARY = Step(
 )
 
 
-def digits(count: int) -> str:
-    return f"seq -s ' ' 100000 200000 | head -c {count}"
+Outputs = list[str]
+"""The commands of one turn, by what they print."""
 
 
-async def planted(
-    folder: Path, harness: str, window: int, *turns: list[int], **changes: Any
-) -> Ran:
-    """Run a task whose turns have outputs of so many tokens, then a second row after compaction."""
-    first, *others = [[digits(count) for count in outputs] for outputs in turns]
-    first[0] = f"echo one > beans.txt; {first[0]}"
+def digits(tokens: int) -> str:
+    return f"seq -s ' ' 100000 200000 | head -c {tokens}"
+
+
+def words(tokens: int) -> str:
+    """Of these a token has as many characters as CLIs suppose that count by themselves."""
+    return f"yes 'the rows of beans stand in the sun' | head -c {tokens * 8 // 3}"
+
+
+async def planted(folder: Path, harness: str, window: int, *turns: Outputs, **changes: Any) -> Ran:
+    """Run a task whose turns print so much, with a row to write first and one after a compaction."""
+    (head, *rest), *others = turns
+    first = [f"echo one > beans.txt; {head}", *rest]
     second = "grep -q two beans.txt || echo two >> beans.txt"
     return await live(
         folder,
@@ -42,7 +48,7 @@ async def planted(
             steps=[turn(harness, second), turn(harness, say="Planted.")],
             count="grep -q two",
         ),
-        rule("Plant beans", *[turn(harness, *outputs, think="") for outputs in [first, *others]]),
+        rule("Plant beans", *[turn(harness, *outputs) for outputs in [first, *others]]),
         instruction="Plant beans.",
         max_model_len=window,
         **changes,
@@ -64,13 +70,12 @@ def assert_all_trained(ran: Ran) -> None:
     )
 
 
-BY_ERROR: dict[str, tuple[int, *tuple[list[int], ...]]]
-BY_ERROR = {
-    "claude_code": (64_000, [9_000], [28_000, 20_000]),
-    "pi": (40_000, [9_000], [9_000], [24_000]),
-    "pi_old": (40_000, [9_000], [9_000], [24_000]),
-    "qwen_code": (64_000, [100], [28_000, 28_000]),
-    "opencode": (36_000, [4_000], [28_000]),
+BY_ERROR: dict[str, tuple[int, *tuple[Outputs, ...]]] = {
+    "claude_code": (64_000, [digits(9_000)], [digits(28_000), digits(20_000)]),
+    "pi": (40_000, [digits(9_000)], [digits(9_000)], [digits(24_000)]),
+    "pi_old": (40_000, [digits(9_000)], [digits(9_000)], [digits(24_000)]),
+    "qwen_code": (64_000, [digits(100)], [digits(28_000), digits(28_000)]),
+    "opencode": (36_000, [digits(4_000)], [digits(28_000)]),
 }
 """Window and outputs that overflow it at one stroke, with something before them to drop."""
 
@@ -83,11 +88,14 @@ async def test_an_overflow_makes_it_compact_and_go_on(tmp_path: Path, harness: s
     assert_compacted(ran)
 
 
-BY_ITSELF: dict[str, tuple[int, list[int], list[int]]] = {
-    "codex": (22_000, [30_000], [100]),
-    "claude_code": (40_000, [4_000], [4_000]),
-    "qwen_code": (64_000, [15_000], [15_000]),
+BY_ITSELF: dict[str, tuple[int, *tuple[Outputs, ...]]] = {
+    "codex": (22_000, [digits(30_000)], [digits(100)]),
+    "claude_code": (40_000, [digits(4_000)], [digits(4_000)]),
+    "pi": (60_000, [words(15_000)], [words(15_000)], [words(15_000)], [digits(100)]),
+    "qwen_code": (64_000, [digits(15_000)], [digits(15_000)]),
+    "opencode": (40_000, [digits(9_000)], [digits(14_000)], [digits(100)]),
 }
+"""pi_old waits for the overflow, and Gemini CLI never compacts in a run like this."""
 
 
 @pytest.mark.parametrize("harness", BY_ITSELF)
@@ -114,7 +122,7 @@ async def test_an_overflow_ends_the_session_as_one_and_keeps_its_tokens(
 ) -> None:
     changes = dict(ENDS[harness])
     window = changes.pop("window")
-    ran = await planted(tmp_path, harness, window, [100], [28_000] * 3, **changes)
+    ran = await planted(tmp_path, harness, window, [digits(100)], [digits(28_000)] * 3, **changes)
     assert ran.result.status == "ERROR"
     assert ran.result.failure is not None
     assert (ran.result.failure.boundary, ran.result.failure.code) == ("harness", "context_overflow")

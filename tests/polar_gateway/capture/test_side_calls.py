@@ -146,11 +146,19 @@ def test_a_marker_is_nothing_without_the_shape_of_its_call() -> None:
             )
 
 
-def test_claude_codes_compaction_is_told_by_its_header_too() -> None:
+def test_claude_codes_compaction_is_told_by_its_header_or_by_its_place_behind_a_tools_result() -> (
+    None
+):
     for call in aside():
         if call.exchange.harness == "claude_code" and call.kind == "compaction":
             betas = call.headers["anthropic-beta"].replace("fallback-credit-2026-06-01", "")
-            assert kind_of(call, headers={"anthropic-beta": betas}) == TURN
+            bare = {"anthropic-beta": betas}
+            messages = list(call.request.messages)
+            messages[-2] = {"role": "tool", "tool_call_id": "t1", "content": "found"}
+            assert kind_of(call, changed(call, messages=messages), bare) == "compaction"
+            messages[-2] = {"role": "assistant", "content": "Done."}
+            assert kind_of(call, changed(call, messages=messages), bare) == TURN
+            assert kind_of(call, changed(call, messages=messages)) == "compaction"
 
 
 def test_qwen_codes_compaction_does_not_follow_an_answer_as_words_of_the_user_do() -> None:
