@@ -54,7 +54,8 @@ class Exchange:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._starting = anyio.Lock(fast_acquire=True)
+        self._writing = anyio.Lock(fast_acquire=True)
+        """Held while something is written: who waits for a slow reader is not overtaken."""
         self._ending = False
         self.headers: list[tuple[bytes, bytes]] = []
         """What the answer shall carry besides its type and length."""
@@ -91,19 +92,23 @@ class Exchange:
         self.gone = True
 
     async def answer(self, status: int, body: bytes) -> bool:
-        """Send a whole answer; False when the harness was gone before it was written.
+        """Send a whole answer; False when the harness was gone before it was written, or has had
+        its answer.
 
         Where `write` has sent the headers of a 200 already, an answer with another status can only
         be told by breaking off, which every HTTP client takes for a failure of the network.
         """
-        self._ending = True
-        if not self.started:
-            length = (b"content-length", b"%d" % len(body))
-            await self._start(status, JSON, [length])
-        elif status != 200:
+        if self._ending:
             return False
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        return await self._finish()
+        self._ending = True
+        async with self._writing:
+            if not self.started:
+                length = (b"content-length", b"%d" % len(body))
+                await self._start(status, JSON, [length])
+            elif status != 200:
+                return False
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            return await self._finish()
 
     async def refuse(self, dialect: Dialect, kind: ErrorKind) -> None:
         """Answer with an error in the dialect's shape."""
@@ -111,22 +116,26 @@ class Exchange:
             self.headers.append((b"retry-after", b"%d" % kind.retry_after))
         await self.answer(dialect.error_status(kind), dialect.error_body(kind))
 
-    async def write(self, data: bytes, content_type: str) -> None:
-        """Send a piece of an answer that comes bit by bit, headers first."""
-        self.last_write = time.monotonic()
-        if self.gone or self._ending:
-            return
-        if not self.started:
-            async with self._starting:
-                if not self.started:
-                    await self._start(200, content_type, [(b"cache-control", b"no-cache")])
-        if data:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def write(self, data: bytes, content_type: str) -> bool:
+        """Send a piece of an answer that comes bit by bit, headers first; False when the harness
+        was gone before, or the answer ended."""
+        async with self._writing:
+            if self.gone or self._ending:
+                return False
+            self.last_write = time.monotonic()
+            if not self.started:
+                await self._start(200, content_type, [(b"cache-control", b"no-cache")])
+            if data:
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            return not self.gone
 
     async def end(self) -> bool:
         """End an answer that came bit by bit; False when the harness was gone before its end."""
+        if self._ending:
+            return False
         self._ending = True
-        return await self._finish()
+        async with self._writing:
+            return await self._finish()
 
     async def _start(self, status: int, content_type: str, more: list[tuple[bytes, bytes]]) -> None:
         headers = [(b"content-type", content_type.encode()), *more, *self.headers]

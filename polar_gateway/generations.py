@@ -6,16 +6,16 @@ being sampled for it, or was, and not a second sample: one turn of a conversatio
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
 
 import anyio
 import msgspec
 
 from polar_gateway.capture.session import CHAIN_HEADERS, OpenCall
 from polar_gateway.dialects.turn import (
-    BlockDelta,
-    BlockEnd,
-    BlockStart,
     Dialect,
     ErrorKind,
     ModelRequest,
@@ -33,21 +33,43 @@ MAX_UNCLAIMED = 64
 RETRY_MARK = "x-stainless-retry-count"
 """In which the SDKs of Anthropic and OpenAI say how often they have asked already."""
 
+_encoder = msgspec.json.Encoder(order="deterministic")
+
 SIGN_OF_LIFE = b" "
 """Of a whole answer: JSON may begin with any number of spaces."""
 
 
-class Asked(msgspec.Struct, kw_only=True, frozen=True):
+class Asked:
     """What makes two calls the same call, apart from how the answer shall be brought."""
 
-    dialect: str
-    chain: Mapping[str, str]
-    request: ModelRequest
+    def __init__(self, dialect: str, headers: Mapping[str, str], request: ModelRequest) -> None:
+        self.request = request
+        self._dialect = dialect
+        self._chain = {name: headers[name] for name in CHAIN_HEADERS if name in headers}
 
-
-def asked(dialect: str, headers: Mapping[str, str], request: ModelRequest) -> Asked:
-    chain = {name: headers[name] for name in CHAIN_HEADERS if name in headers}
-    return Asked(dialect=dialect, chain=chain, request=request)
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for calls that would be asked of the engine alike, for the same conversation;
+        the output limit left out. Kept, as it costs as much as the request is long."""
+        request = self.request
+        return blake2b(
+            _encoder.encode(
+                (
+                    self._dialect,
+                    self._chain,
+                    request.model,
+                    request.kind,
+                    request.sampling,
+                    request.tool_choice,
+                    request.parallel_tool_calls,
+                    request.response_format,
+                    request.template_kwargs,
+                    sorted(request.answers.items()),
+                    request.tools,
+                    request.messages,
+                )
+            )
+        ).digest()
 
 
 def is_marked(headers: Mapping[str, str]) -> bool:
@@ -55,28 +77,18 @@ def is_marked(headers: Mapping[str, str]) -> bool:
     return headers.get(RETRY_MARK, "0") not in ("", "0")
 
 
-def same_call(one: Asked, other: Asked, *, ended_by_length: bool = False) -> bool:
+def same_call(one: Asked, other: Asked, *, cut: bool = False) -> bool:
     """Whether the two would be asked of the engine alike, for the same conversation.
 
     `stream` and what belongs to it do not count. The output limit counts where it has shaped the
-    answer that is there: a harness that asks again with a higher one wants another.
+    answer that is there, having `cut` it: a harness that asks again with a higher one wants another.
     """
     a, b = one.request, other.request
     return (
-        one.dialect == other.dialect
-        and one.chain == other.chain
-        and a.model == b.model
-        and a.kind == b.kind
-        and (not ended_by_length or a.max_tokens == b.max_tokens)
+        (not cut or a.max_tokens == b.max_tokens)
         and len(a.messages) == len(b.messages)
         and a.messages[-1:] == b.messages[-1:]
-        and a.sampling == b.sampling
-        and a.tool_choice == b.tool_choice
-        and a.parallel_tool_calls == b.parallel_tool_calls
-        and a.response_format == b.response_format
-        and a.template_kwargs == b.template_kwargs
-        and a.tools == b.tools
-        and a.messages == b.messages
+        and one.digest == other.digest
     )
 
 
@@ -107,13 +119,15 @@ class Listener:
         self._opened = True
         return self._streamer.open(prompt_tokens)
 
-    async def hear(self, events: Sequence[TurnEvent], prompt_tokens: int) -> None:
+    async def hear(self, events: Sequence[TurnEvent], prompt_tokens: int) -> bool:
+        """Pass on what was said; False where the harness did not get it: it was gone, or waits for
+        the whole."""
         if self._streamer is None or self.exchange.gone:
-            return
+            return False
         data = self._opening(prompt_tokens)
         for event in events:
             data += self._streamer.event(event)
-        await self.exchange.write(data, self._streamer.content_type)
+        return await self.exchange.write(data, self._streamer.content_type)
 
     async def show_life(self) -> None:
         if self._streamer is None:
@@ -138,19 +152,12 @@ class Listener:
             await self.exchange.end()
 
 
-class _Told:
-    """A block as far as it was handed on."""
-
-    __slots__ = ("end", "parts", "start")
-
-    def __init__(self, start: BlockStart) -> None:
-        self.start = start
-        self.parts: list[str] = []
-        self.end: BlockEnd | None = None
-
-
 class Generation:
-    """One answer on its way; ends with a turn or with a refusal."""
+    """One answer on its way; ends with a turn or with a refusal.
+
+    Who asked first is told by the task that samples. Who joins tells itself, at its own pace, from
+    what is kept of the answer, and so cannot hold up the others.
+    """
 
     def __init__(self, asked: Asked, record: OpenCall) -> None:
         self.asked = asked
@@ -158,69 +165,105 @@ class Generation:
         self.created = int(time.time())
         self.scope = anyio.CancelScope()
         """Of the task that samples it."""
-        self.ended = anyio.Event()
         self.turn: Turn | None = None
+        """Once its record is durable."""
         self.refusal: ErrorKind | None = None
         self.delivered = False
-        self.listeners: list[Listener] = []
-        self._told: list[_Told] = []
+        self._listeners: list[Listener] = []
+        self._left_at = 0.0
+        """When the latest of them went, on the monotonic clock."""
+        self._said: list[TurnEvent] = []
         self._prompt_tokens = 0
+        self._tokens = 0
+        """Of which what was said is made."""
+        self._news: anyio.Event | None = None
+        """What those wait for who have heard all that was said."""
 
     @property
     def attended(self) -> bool:
-        return any(not listener.exchange.gone for listener in self.listeners)
+        return any(not listener.exchange.gone for listener in self._listeners)
 
-    async def join(self, listener: Listener) -> None:
-        """Let one more hear it, from the beginning."""
-        so_far = [event for told in self._told for event in _events(told)]
-        self.listeners.append(listener)
-        if so_far:
-            await listener.hear(so_far, self._prompt_tokens)
+    @property
+    def cut(self) -> bool:
+        """Whether the output limit ended it."""
+        return self.turn is not None and self.turn.finish_reason == "length"
 
-    async def hand_on(self, events: Sequence[TurnEvent], stream: EngineStream) -> None:
-        """Let all hear what the engine has said, all of whose tokens are counted as delivered."""
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether who joins will be told a turn, which nobody has received before."""
+        if self.refusal is not None or self.delivered:
+            return False
+        return self.turn is not None or not self.scope.cancel_called
+
+    def listener(self, exchange: Exchange, dialect: Dialect, request: ModelRequest) -> Listener:
+        """One more harness that waits for it, until it is gone."""
+        listener = Listener(exchange, dialect, request, self.record.completion_id, self.created)
+        self._listeners.append(listener)
+        return listener
+
+    def left(self) -> None:
+        """One of those who listened has gone."""
+        self._left_at = time.monotonic()
+
+    def grace(self, seconds: float) -> float:
+        """For how much longer it is kept for a harness that may come back."""
+        return self._left_at + seconds - time.monotonic()
+
+    async def say(
+        self, events: Sequence[TurnEvent], stream: EngineStream, listener: Listener
+    ) -> None:
+        """Let all hear what the engine has said, `listener` by the time this returns."""
+        self._said += events
         self._prompt_tokens = stream.prompt_tokens
-        for event in events:
-            match event:
-                case BlockDelta(text=text):
-                    self._told[-1].parts.append(text)
-                case BlockStart():
-                    self._told.append(_Told(event))
-                case BlockEnd():
-                    self._told[-1].end = event
-        for listener in list(self.listeners):
-            await listener.hear(events, self._prompt_tokens)
-            if not listener.exchange.gone:
-                self.record.delivered_tokens = stream.sampled_tokens
+        self._tokens = stream.sampled_tokens
+        self._tell_news()
+        await self._hear(listener, events)
 
-    async def conclude(self, turn: Turn) -> None:
+    async def conclude(self, turn: Turn, listener: Listener) -> None:
         """Give all of them the turn, whose record is durable by now."""
-        self.turn = turn
-        for listener in list(self.listeners):
-            await self._give(listener, turn)
+        unsaid: list[TurnEvent] = []
+        if not self._said:
+            unsaid = self._said = events_of(turn.blocks, cut=turn.finish_reason == "length")
+            self._prompt_tokens = turn.usage.prompt_tokens
+        self._tell_news()
+        if unsaid:
+            await listener.hear(unsaid, self._prompt_tokens)
+        await self._conclude(listener, turn)
 
-    async def replay(self, listener: Listener) -> None:
-        """Give the finished turn to one who has asked for it again."""
-        assert self.turn is not None
-        await self._give(listener, self.turn)
-
-    async def _give(self, listener: Listener, turn: Turn) -> None:
-        if not self._told:
-            events = events_of(turn.blocks, cut=turn.finish_reason == "length")
-            await listener.hear(events, turn.usage.prompt_tokens)
-        elif listener not in self.listeners:
-            await self.join(listener)
-        self.delivered = await listener.conclude(turn) or self.delivered
-
-    async def refuse(self, kind: ErrorKind) -> None:
+    def refuse(self, kind: ErrorKind) -> None:
+        """There will be no turn."""
         self.refusal = kind
-        for listener in list(self.listeners):
-            await listener.refuse(kind)
+        self._tell_news()
 
+    async def follow(self, listener: Listener) -> bool:
+        """Tell one who has joined all that was said and will be; whether it got the whole turn.
+        Returns False at once when there will be none."""
+        heard = 0
+        while self.refusal is None:
+            if news := self._said[heard:]:
+                heard += len(news)
+                await self._hear(listener, news)
+            elif self.turn is not None:
+                return await self._conclude(listener, self.turn)
+            else:
+                self._news = self._news or anyio.Event()
+                await self._news.wait()
+        return False
 
-def _events(told: _Told) -> list[TurnEvent]:
-    middle: list[TurnEvent] = [BlockDelta(text="".join(told.parts))] if told.parts else []
-    return [told.start, *middle, *([told.end] if told.end is not None else [])]
+    async def _hear(self, listener: Listener, events: Sequence[TurnEvent]) -> None:
+        tokens = self._tokens
+        if await listener.hear(events, self._prompt_tokens):
+            self.record.delivered_tokens = max(self.record.delivered_tokens, tokens)
+
+    async def _conclude(self, listener: Listener, turn: Turn) -> bool:
+        delivered = await listener.conclude(turn)
+        self.delivered = self.delivered or delivered
+        return delivered
+
+    def _tell_news(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
 
 class Generations:
@@ -230,30 +273,42 @@ class Generations:
         self._live: list[Generation] = []
         self._unclaimed: deque[Generation] = deque(maxlen=MAX_UNCLAIMED)
 
-    def add(self, generation: Generation) -> None:
+    @contextmanager
+    def living(self, generation: Generation) -> Iterator[None]:
+        """While it is sampled and told. An answer that nobody received is kept for who asks again."""
         self._live.append(generation)
+        try:
+            yield
+        finally:
+            self._live.remove(generation)
+            if generation.turn is not None and generation.may_be_joined:
+                self._unclaimed.append(generation)
 
-    def end(self, generation: Generation) -> None:
-        """It is over. An answer that nobody received is kept for who asks again."""
-        self._live.remove(generation)
-        generation.ended.set()
-        self.put_back(generation)
+    def undelivered(self) -> list[Generation]:
+        """Those whose turn is recorded and was not received yet."""
+        return [each for each in self._live if each.turn is not None and not each.delivered]
 
-    def put_back(self, generation: Generation) -> None:
-        if generation.turn is not None and not generation.delivered:
-            self._unclaimed.append(generation)
+    def claim(self, generation: Generation) -> bool:
+        """It was received after all; whether it had been kept for that."""
+        if generation not in self._unclaimed:
+            return False
+        self._unclaimed.remove(generation)
+        return True
 
-    def live_twin(self, call: Asked) -> Generation | None:
-        """The latest generation in flight for the same call; one that nobody hears comes first."""
-        twins = [each for each in reversed(self._live) if same_call(each.asked, call)]
-        return min(twins, key=lambda each: each.attended, default=None)
+    def close(self) -> None:
+        """Nobody can ask again: nothing more is kept."""
+        self._unclaimed = deque(maxlen=0)
 
-    def take_unclaimed(self, call: Asked) -> Generation | None:
-        """The latest finished answer to the same call that nobody received; it is taken out."""
-        for generation in reversed(self._unclaimed):
-            turn = generation.turn
-            by_length = turn is not None and turn.finish_reason == "length"
-            if same_call(generation.asked, call, ended_by_length=by_length):
-                self._unclaimed.remove(generation)
-                return generation
+    def twin(self, call: Asked) -> Generation | None:
+        """The latest answer to the same call, on its way or not received; one that nobody listens
+        to comes first."""
+        candidates = [
+            each
+            for each in (*reversed(self._live), *reversed(self._unclaimed))
+            if each.may_be_joined
+        ]
+        candidates.sort(key=lambda each: each.attended)
+        for each in candidates:
+            if same_call(each.asked, call, cut=each.cut):
+                return each
         return None

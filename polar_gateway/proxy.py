@@ -28,12 +28,13 @@ from polar_gateway.dialects.turn import (
     Dialect,
     ErrorKind,
     ModelRequest,
+    Turn,
     UnsupportedRequestError,
 )
 from polar_gateway.engines.base import Engine, EngineError, EngineReply, EngineStream
 from polar_gateway.errors import Failure
 from polar_gateway.exchange import Exchange, Intake, Receive, Send
-from polar_gateway.generations import Asked, Generation, Listener, asked, is_marked
+from polar_gateway.generations import Asked, Generation, Listener, is_marked
 from polar_gateway.protocol import Sampling
 from polar_gateway.request_body import (
     RefusedError,
@@ -58,6 +59,9 @@ UNRECORDED = ErrorKind(
     status=500, code="internal", message="the gateway could not record this call"
 )
 """Why not is for the operator; it names files of the host."""
+
+INTERNAL = ErrorKind(status=500, code="internal", message="the gateway failed at this request")
+"""For what must not happen; its traceback is in the log."""
 
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
@@ -118,6 +122,11 @@ class Proxy:
                 return
         except RefusedError as error:
             refused = error.kind
+        except Exception:
+            if exchange.started:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            refused = INTERNAL
         _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
         await exchange.refuse(dialect, refused)
 
@@ -224,13 +233,12 @@ class Proxy:
         request: ModelRequest,
         headers: Mapping[str, str],
     ) -> None:
-        call = asked(dialect.name, headers, request)
+        call = Asked(dialect.name, headers, request)
         earlier = await self._made_before(session, call, marked=is_marked(headers))
         if session.sealed:
             raise RefusedError(SEALED)
         if earlier is not None:
-            again = self._replay if earlier.ended.is_set() else self._join
-            await again(session, earlier, exchange, dialect, request)
+            await self._join(session, earlier, exchange, dialect, request)
             return
         request = session.capture.restored(request)
         request = with_overrides(request, session.sampling, self._max_model_len)
@@ -247,27 +255,21 @@ class Proxy:
             logger.exception("session %s has no journal", session.session_id)
             raise RefusedError(UNRECORDED) from error
         generation = Generation(call, record)
-        listener = Listener(exchange, dialect, request, record.completion_id, generation.created)
-        generation.listeners.append(listener)
-        sampler = Sampler(self._engine, self._ask, session, generation, request)
+        listener = generation.listener(exchange, dialect, request)
+        sampler = Sampler(self._engine, self._ask, session, generation, listener, request)
         if dialect is responses and session.responses.wanted(body):
             sampler.before_the_end = lambda turn: session.responses.keep(
                 body, dialect.answer(request, turn)
             )
-        session.generations.add(generation)
-        try:
+        with session.generations.living(generation), sampler.keeping_record():
             async with anyio.create_task_group() as group:
                 generation.scope = group.cancel_scope
                 with in_flight(session, group.cancel_scope):
                     group.start_soon(self._attend, generation, listener)
                     await sampler.run()
                 group.cancel_scope.cancel()
-            if generation.turn is None and generation.refusal is None:
-                await generation.refuse(sampler.abandoned())
-        finally:
-            session.generations.end(generation)
-            if generation.turn is not None and not generation.delivered:
-                sampler.undelivered()
+        if generation.refusal is not None:
+            await listener.refuse(generation.refusal)
 
     async def _made_before(
         self, session: Session, call: Asked, *, marked: bool
@@ -278,40 +280,11 @@ class Proxy:
         While the other's harness is there, the repetition is a wish for another sample, unless it
         is marked as a repetition.
         """
-        twin = session.generations.live_twin(call)
+        twin = session.generations.twin(call)
         if twin is not None and twin.attended and not marked:
             await anyio.sleep(TWIN_SECONDS)
-            twin = session.generations.live_twin(call)
-        if twin is not None and (marked or not twin.attended):
-            if twin.turn is None and twin.refusal is None:
-                return twin
-            # Its end is being told at this moment, too late to listen in.
-            await twin.ended.wait()
-        return session.generations.take_unclaimed(call)
-
-    async def _replay(
-        self,
-        session: Session,
-        generation: Generation,
-        exchange: Exchange,
-        dialect: Dialect,
-        request: ModelRequest,
-    ) -> None:
-        """Give the recorded answer to a harness that did not get it when it was made."""
-        record = generation.record
-        listener = Listener(exchange, dialect, request, record.completion_id, generation.created)
-        async with anyio.create_task_group() as group:
-            group.start_soon(exchange.wait_gone)
-            await generation.replay(listener)
-            group.cancel_scope.cancel()
-        if not generation.delivered:
-            session.generations.put_back(generation)
-            return
-        try:
-            session.capture.redelivered(record.completion_id)
-        except CaptureError as error:
-            session.refused = error.failure
-            logger.exception("session %s: a delivery was not recorded", session.session_id)
+            twin = session.generations.twin(call)
+        return twin if twin is not None and (marked or not twin.attended) else None
 
     async def _join(
         self,
@@ -321,17 +294,22 @@ class Proxy:
         dialect: Dialect,
         request: ModelRequest,
     ) -> None:
-        """Let a harness that has asked again hear the answer that is on its way."""
-        completion_id = generation.record.completion_id
-        listener = Listener(exchange, dialect, request, completion_id, generation.created)
+        """Give a harness that has asked again the answer that is on its way, or was not received."""
+        listener = generation.listener(exchange, dialect, request)
+        received = False
         async with anyio.create_task_group() as group:
             with in_flight(session, group.cancel_scope):
                 group.start_soon(self._attend, generation, listener)
-                await generation.join(listener)
-                await generation.ended.wait()
+                received = await generation.follow(listener)
             group.cancel_scope.cancel()
-        if generation.turn is None and generation.refusal is None:
-            await listener.refuse(SEALED)
+        if generation.turn is None or generation.refusal is not None:
+            await listener.refuse(generation.refusal or SEALED)
+        elif received and session.generations.claim(generation):
+            try:
+                session.capture.redelivered(generation.record.completion_id)
+            except CaptureError as error:
+                session.refused = error.failure
+                logger.exception("session %s: a delivery was not recorded", session.session_id)
 
     async def _attend(self, generation: Generation, listener: Listener) -> None:
         """Give a waiting harness signs of life, and cancel a generation that nobody waits for:
@@ -346,10 +324,13 @@ class Proxy:
             if not exchange.started or pause <= 0:
                 await listener.show_life()
                 pause = self._config.keep_alive_seconds
-        if not generation.attended:
-            await anyio.sleep(self._config.retry_grace_seconds)
-            if not generation.attended:
+        generation.left()
+        while not generation.attended and generation.turn is None:
+            remaining = generation.grace(self._config.retry_grace_seconds)
+            if remaining <= 0:
                 generation.scope.cancel()
+                return
+            await anyio.sleep(remaining)
 
     async def _ask(self, once: Callable[[], Awaitable[_T]]) -> _T:
         """Ask the engine until it answers, as long as that may help and patience lasts."""
@@ -376,17 +357,33 @@ class Sampler:
         ask: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
         session: Session,
         generation: Generation,
+        listener: Listener,
         request: ModelRequest,
     ) -> None:
         self._engine = engine
         self._ask = ask
         self._session = session
         self._generation = generation
+        self._listener = listener
         self._request = request
         self._record = generation.record
         self._streaming = False
-        self.before_the_end: Callable[[Any], None] | None = None
+        self.before_the_end: Callable[[Turn], None] | None = None
         """What else must know the turn before the harness does."""
+
+    @contextmanager
+    def keeping_record(self) -> Iterator[None]:
+        """Leaves the generation with a turn or a refusal, and its record ended accordingly."""
+        generation = self._generation
+        try:
+            yield
+            if generation.turn is None and generation.refusal is None:
+                generation.refuse(self._abandoned())
+        except Exception as error:
+            generation.refuse(self._broken(error))
+        finally:
+            if generation.turn is not None and not generation.delivered:
+                self._undelivered()
 
     async def run(self) -> None:
         generation, request = self._generation, self._request
@@ -394,12 +391,12 @@ class Sampler:
             reply = await (self._streamed() if request.stream else self._whole())
             self._keep(reply)
         except (EngineError, CaptureError) as error:
-            await generation.refuse(self._failed(error))
+            generation.refuse(self._failed(error))
             return
-        turn = reply.turn(self._record.completion_id, generation.created)
+        turn = generation.turn = reply.turn(self._record.completion_id, generation.created)
         if self.before_the_end is not None:
             self.before_the_end(turn)
-        await generation.conclude(turn)
+        await generation.conclude(turn, self._listener)
 
     async def _whole(self) -> EngineReply:
         record, request = self._record, self._request
@@ -427,7 +424,7 @@ class Sampler:
                         ends_call = True
                 if ends_call:
                     record.append()
-                await self._generation.hand_on(events, stream)
+                await self._generation.say(events, stream, self._listener)
             return stream.reply
         finally:
             await stream.aclose()
@@ -462,9 +459,20 @@ class Sampler:
         code = "engine_broke_off" if self._streaming else "call_failed"
         return self._end(code, str(error)) or kind
 
-    def abandoned(self) -> ErrorKind:
+    def _abandoned(self) -> ErrorKind:
         """The generation was cancelled, by the session's seal or because its harness went."""
         return self._end("call_abandoned", "the harness went away") or SEALED
+
+    def _broken(self, error: Exception) -> ErrorKind:
+        """There is a fault in the gateway's own code."""
+        session = self._session
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        said = f"{type(error).__name__}: {error}"
+        message = f"the gateway failed at call {self._record.completion_id}: {said}"
+        logger.exception("session %s: %s", session.session_id, message)
+        session.engine_failure = Failure(boundary="capture", message=message, infra=True)
+        return self._end("gateway_failed", message) or INTERNAL
 
     def _end(self, code: str, message: str) -> ErrorKind | None:
         try:
@@ -473,7 +481,7 @@ class Sampler:
             return self._failed(error)
         return None
 
-    def undelivered(self) -> None:
+    def _undelivered(self) -> None:
         try:
             self._record.undelivered()
         except CaptureError as error:

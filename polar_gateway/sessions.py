@@ -70,10 +70,13 @@ class Session:
         self.sealed = True
         for call in self.calls:
             call.cancel()
-        try:
-            self.capture.seal()
-        except CaptureError as error:
-            self.refused = error.failure
+        cut_off = [each.record.undelivered for each in self.generations.undelivered()]
+        for end in (*cut_off, self.capture.seal):
+            try:
+                end()
+            except CaptureError as error:
+                self.refused = error.failure
+        self.generations.close()
 
     @property
     def status(self) -> str:

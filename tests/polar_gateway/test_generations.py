@@ -1,11 +1,21 @@
 """Which calls are the same call, and what late listeners hear; the proxy's tests do it over HTTP."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polar_gateway.dialects.turn import ModelRequest
-from polar_gateway.generations import Asked, asked, is_marked, same_call
+from polar_gateway.capture.session import SessionCapture
+from polar_gateway.dialects.turn import ModelRequest, Turn, Usage
+from polar_gateway.generations import (
+    MAX_UNCLAIMED,
+    Asked,
+    Generation,
+    Generations,
+    is_marked,
+    same_call,
+)
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}
 
@@ -18,7 +28,7 @@ def call(dialect: str = "chat", headers: dict[str, str] | None = None, **fields:
         "max_tokens": 100,
         "sampling": {"temperature": 0.5},
     }
-    return asked(dialect, headers or {}, ModelRequest(**{**request, **fields}))
+    return Asked(dialect, headers or {}, ModelRequest(**{**request, **fields}))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +62,7 @@ def test_how_an_answer_is_brought_makes_no_other_call(fields: dict[str, Any]) ->
         {"response_format": {"type": "json_object"}},
         {"template_kwargs": {"enable_thinking": False}},
         {"kind": "compaction"},
+        {"answers": {0: "msg_000000000001"}},
     ],
 )
 def test_what_changes_the_prompt_or_the_distribution_makes_another_call(
@@ -61,8 +72,8 @@ def test_what_changes_the_prompt_or_the_distribution_makes_another_call(
 
 
 def test_a_higher_limit_asks_anew_for_what_the_limit_has_cut() -> None:
-    assert not same_call(call(), call(max_tokens=64_000), ended_by_length=True)
-    assert same_call(call(), call(), ended_by_length=True)
+    assert not same_call(call(), call(max_tokens=64_000), cut=True)
+    assert same_call(call(), call(), cut=True)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +81,34 @@ def test_a_higher_limit_asks_anew_for_what_the_limit_has_cut() -> None:
 )
 def test_the_sdks_say_when_they_ask_again(count: str | None, marked: bool) -> None:
     assert is_marked({} if count is None else {"x-stainless-retry-count": count}) is marked
+
+
+async def test_many_large_calls_are_told_apart_in_no_time(tmp_path: Path) -> None:
+    capture = SessionCapture(
+        session_id="s",
+        task_id=None,
+        journal_path=tmp_path / "journal",
+        metadata={},
+        policy_version=None,
+    )
+    record = capture.open(call().request, completion_id="msg_1", dialect="chat", headers={})
+
+    def large(index: int) -> Asked:
+        parts = [{"type": "text", "text": str(part)} for part in (*range(20_000), index)]
+        first = {"role": "user", "content": parts}
+        return call(messages=[first, {"role": "user", "content": "hi"}])
+
+    answers = Generations()
+    for index in range(MAX_UNCLAIMED):
+        generation = Generation(large(index), record)
+        with answers.living(generation):
+            generation.turn = Turn(
+                completion_id="msg_1", created=0, blocks=[], finish_reason="stop", usage=Usage()
+            )
+    assert answers.twin(large(-1)) is None, "each one is read once"
+    for index, found in ((0, True), (-1, False)):
+        asked = large(index)
+        began = time.monotonic()
+        assert (answers.twin(asked) is not None) is found
+        assert time.monotonic() - began < 0.1
+    capture.close()

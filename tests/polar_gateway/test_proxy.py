@@ -4,8 +4,9 @@ import json
 import re
 import time
 import zlib
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,10 @@ from builders.records import Completion
 from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
 from polar_gateway.capture.session import SessionCapture, read_session
 from polar_gateway.config import ModelCallConfig
-from polar_gateway.dialects.turn import ModelRequest
+from polar_gateway.dialects.turn import ModelRequest, Usage
+from polar_gateway.engines.base import Engine, EngineReply
 from polar_gateway.engines.vllm import Vllm
+from polar_gateway.engines.whole import WholeAsStream
 from polar_gateway.errors import Failure
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.protocol import Sampling
@@ -72,6 +75,7 @@ class Bench:
         self.sessions = sessions
         self.url = ""
         self.http: aiohttp.ClientSession
+        self.proxy: Proxy
 
     @property
     def completions(self) -> list[Completion]:
@@ -117,10 +121,11 @@ async def bench(
     token_delay: float = 0.0,
     faults: list[Fault] | None = None,
     max_model_len: int | None = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
-    async with ScriptedEngine(script, token_delay=token_delay, faults=faults or []) as engine:
-        vllm = Vllm(engine.url, model="tiny")
+    async with ScriptedEngine(script, token_delay=token_delay, faults=faults or []) as scripted:
+        vllm = Vllm(scripted.url, model="tiny")
         sessions = Sessions()
         capture = SessionCapture(
             session_id="s1",
@@ -142,12 +147,13 @@ async def bench(
         config = ModelCallConfig(**{**quick, **options})
         proxy = Proxy(
             sessions=sessions,
-            engine=vllm,
+            engine=engine or vllm,
             model_served="tiny",
             max_model_len=max_model_len,
             config=config,
         )
-        parts = Bench(engine, session, sessions)
+        parts = Bench(scripted, session, sessions)
+        parts.proxy = proxy
         async with ModelListener(proxy, "127.0.0.1", 0) as listener:
             parts.url = f"http://127.0.0.1:{listener.port}"
             async with aiohttp.ClientSession() as parts.http:
@@ -989,6 +995,159 @@ async def test_how_much_of_a_broken_answer_was_handed_on_is_recorded(tmp_path: P
         assert not completion.delivered
         assert completion.delivered_tokens is not None
         assert 4 <= completion.delivered_tokens < len(completion.sampled_ids)
+
+
+async def test_the_grace_counts_from_when_the_last_one_left(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.1, retry_grace_seconds=0.6) as b:
+        body = b.chat(stream=True)
+        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await leave(b, body, once=lambda: asyncio.sleep(0.4))
+        await asyncio.sleep(0.4)
+        # 0.8 s after the first one left, and 0.4 after the second.
+        assert b.session.calls
+        _, text = await b.ask("/v1/chat/completions", body)
+        assert said_in(text) == said_by(b.engine)
+        assert b.engine.total_calls == 1
+
+
+class Stuck:
+    """A harness that takes the first `takes` parts of its answer and leaves the rest unread, or
+    on whose connection the server `fails` then."""
+
+    def __init__(
+        self,
+        b: Bench,
+        body: dict[str, Any],
+        *,
+        takes: int,
+        marked: bool = False,
+        fails: bool = False,
+    ) -> None:
+        self._fails = fails
+        self._b = b
+        self._body = json.dumps(body).encode()
+        self._takes = takes
+        self._headers = [(b"x-api-key", b"k1"), (b"x-stainless-retry-count", b"%d" % marked)]
+        self.got = b""
+
+    async def ask(self) -> None:
+        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+        with suppress(RuntimeError):
+            await self._b.proxy({**scope, "headers": self._headers}, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body:
+            await anyio.sleep_forever()
+        body, self._body = self._body, b""
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message: Any) -> None:
+        if not self._takes:
+            if self._fails:
+                raise RuntimeError("the server failed")
+            await anyio.sleep_forever()
+        self._takes -= 1
+        self.got += message.get("body", b"")
+
+
+async def test_one_who_joined_and_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.02) as b, anyio.create_task_group() as group:
+        body = b.chat(stream=True)
+        async with b.asking("/v1/chat/completions", body) as first:
+            await until(lambda: len(b.engine.calls) == 1)
+            for takes in (0, 1, 3):
+                group.start_soon(Stuck(b, body, takes=takes, marked=True).ask)
+        assert said_in(first.answer) == said_by(b.engine)
+        assert b.engine.total_calls == 1
+        [completion] = b.completions
+        assert completion.delivered
+        b.session.seal()
+        await until(lambda: not b.session.calls)
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("stream", "takes"), [(False, 0), (True, 4)])
+async def test_an_answer_that_the_seal_cuts_off_was_not_received(
+    tmp_path: Path, stream: bool, takes: int
+) -> None:
+    async with bench(tmp_path) as b, anyio.create_task_group() as group:
+        stuck = Stuck(b, b.chat(stream=stream), takes=takes)
+        group.start_soon(stuck.ask)
+        await until(lambda: len(b.completions) == 1)
+        b.session.seal()
+        await until(lambda: not b.session.calls)
+        assert [c.delivered for c in b.completions] == [False]
+        assert [c.delivered for c in read_session(b.journal).completions] == [False]
+        group.cancel_scope.cancel()
+
+
+async def test_who_wants_the_whole_got_nothing_of_an_answer_that_broke_off(tmp_path: Path) -> None:
+    async with bench(tmp_path, token_delay=0.05, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat(stream=True), once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await asyncio.sleep(0.05)
+        async with b.asking("/v1/chat/completions", b.chat()):
+            await until(lambda: b.engine.calls[0].sent_tokens > 10)
+            b.session.seal()
+        [completion] = b.completions
+        assert len(completion.sampled_ids) > 8
+        assert completion.delivered_tokens is not None
+        assert completion.delivered_tokens <= 4
+
+
+class Unreadable:
+    """An engine whose answers hold what no part of ours can read."""
+
+    async def complete(self, *_: Any) -> EngineReply:
+        nothing: Any = None
+        return EngineReply(
+            prompt_ids=array("i", [1, 2]),
+            sampled_ids=array("i", [3]),
+            logprobs=array("f", [-1.0]),
+            blocks=[nothing],
+            finish_reason="stop",
+            usage=Usage(prompt_tokens=2, completion_tokens=1),
+        )
+
+    async def stream(self, *_: Any) -> WholeAsStream:
+        return WholeAsStream(await self.complete())
+
+
+@pytest.mark.parametrize("dialect", CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_of_our_own_is_told_logged_and_recorded(
+    tmp_path: Path, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, body = CALLS[dialect]
+    engine: Any = Unreadable()
+    async with bench(tmp_path, engine=engine) as b:
+        for _ in range(2):
+            status, answer = await b.ask(path, {"model": "m", "stream": stream, **body})
+            assert status == 500
+            assert error_of(dialect, answer)[1] == "the gateway failed at this request"
+        failure = b.session.engine_failure
+        assert failure is not None
+        assert (failure.boundary, failure.infra) == ("capture", True)
+        assert re.search("AttributeError|ValidationError", failure.message)
+        assert b.session.calls == set()
+        session = b.session.capture.completion_session([])
+        failed = [c for c in session.completions if not c.delivered]
+        assert len(session.findings + failed) == 2
+        assert "call_unfinished" not in session.findings
+    assert caplog.text.count("Traceback") >= 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_could_not_be_told_was_not_received(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path) as b:
+        harness = Stuck(b, b.chat(stream=stream), takes=1, fails=True)
+        await harness.ask()
+        assert [c.delivered for c in b.completions] == [False]
+        assert b.session.engine_failure is not None
+        assert b.session.calls == set()
+        assert (await b.ask("/v1/chat/completions", b.chat()))[0] == 200
+        assert b.engine.total_calls == 2
 
 
 def said_by(engine: ScriptedEngine) -> dict[str, Any]:
