@@ -67,8 +67,10 @@ def answer(request: ModelRequest, turn: Turn) -> bytes:
         for index, item in enumerate(request.echo["kept"])
     ]
     for item in kept:
-        if isinstance(item["content"], str):
-            item["content"] = [{"type": "input_text", "text": item["content"]}]
+        content = item.get("content") or []
+        if isinstance(content, str):
+            content = [{"type": "input_text", "text": content}]
+        item["content"] = content
     return json_bytes(
         {
             "id": f"resp_{base}",

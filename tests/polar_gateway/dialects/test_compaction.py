@@ -84,6 +84,12 @@ def test_a_string_is_a_users_message() -> None:
     assert kept["content"] == [{"type": "input_text", "text": "Hi"}]
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_users_message_without_content_stays(content: dict[str, Any]) -> None:
+    [kept, _] = compacted({"role": "user", **content})["output"]
+    assert kept["content"] == []
+
+
 def test_input_that_is_none_is_refused() -> None:
     with pytest.raises(UnsupportedRequestError, match="input: must be a list of objects"):
         compaction.normalise({"model": "m", "input": [1]})
