@@ -1,5 +1,6 @@
 """Anthropic's Messages API."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ REFUSED = {
     "thread": "this endpoint keeps no threads; send the whole conversation",
 }
 
-_BILLING = "x-anthropic-billing-header"
+_BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n*)++")
 
 
 def match(
@@ -157,11 +158,10 @@ def _system_text(system: Any) -> str:
 
 
 def _without_billing(text: str) -> str:
-    """A system text without the line that says whom to bill: it differs between conversations and is
+    """A system text without the lines that say whom to bill: it differs between conversations and is
     not meant for the model."""
-    while text.startswith(_BILLING):
-        text = text.partition("\n")[2].lstrip("\n")
-    return text
+    found = _BILLING.match(text)
+    return text[found.end() :] if found else text
 
 
 class _History:

@@ -6,6 +6,7 @@ is streamed are in the URL.
 
 import itertools
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -97,14 +98,11 @@ _SAMPLING = {
     "frequencyPenalty": "frequency_penalty",
 }
 
-_CALL = re.compile(
-    r"(?:.*?/v1(?:alpha|beta)?\d*|.*?)/(?:models|tunedModels)/(?P<model>.+)"
-    r":(?P<method>generateContent|streamGenerateContent|countTokens)"
-)
-"""A model's name may hold anything, slashes and colons too."""
-_MODELS = re.compile(
-    r"(?:(?P<own>.*?/v1(?:alpha|beta)\d*)|(?P<other>.*?))/models(?:/(?P<model>.+))?"
-)
+_METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+_VERSIONED = re.compile(r"/v1(?:alpha|beta)?\d*/(?:models|tunedModels)/")
+_UNVERSIONED = re.compile(r"/(?:models|tunedModels)/")
+_OWN_MODELS = re.compile(r"/v1(?:alpha|beta)\d*/models(?:/(?P<model>.+))?\Z", re.DOTALL)
+_MODELS = re.compile(r"/models(?:/(?P<model>.+))?\Z", re.DOTALL)
 """The paths of OpenAI's API, apart from the version."""
 
 
@@ -112,23 +110,34 @@ def match(
     method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
 ) -> Match | None:
     if method == "POST":
-        found = _CALL.fullmatch(path)
-        if found is None:
+        return _match_call(path, query)
+    if method != "GET":
+        return None
+    path = path.rstrip("/")
+    found = _OWN_MODELS.search(path)
+    if found is None and ("x-goog-api-key" in headers or "key" in query):
+        found = _MODELS.search(path)
+        if found is not None and path[: found.start()].endswith("/openai"):
             return None
-        fields: dict[str, Any] = {"model": found["model"]}
-        if found["method"] == "countTokens":
-            return Match("count_tokens", fields)
-        fields["stream"] = found["method"] == "streamGenerateContent"
-        fields["alt"] = query.get("alt", "json")
-        return Match("call", fields)
-    found = _MODELS.fullmatch(path.rstrip("/")) if method == "GET" else None
     if found is None:
         return None
-    if found["own"] is None:
-        has_own_key = "x-goog-api-key" in headers or "key" in query
-        if not has_own_key or found["other"].endswith("/openai"):
-            return None
     return Match("model", {"model": found["model"]}) if found["model"] else Match("models")
+
+
+def _match_call(path: str, query: Mapping[str, str]) -> Match | None:
+    """A model's name may hold anything, slashes and colons too."""
+    resource, _, called = path.rpartition(":")
+    if called not in _METHODS:
+        return None
+    found = _VERSIONED.search(resource) or _UNVERSIONED.search(resource)
+    if found is None or found.end() == len(resource):
+        return None
+    fields: dict[str, Any] = {"model": resource[found.end() :]}
+    if called == "countTokens":
+        return Match("count_tokens", fields)
+    fields["stream"] = called == "streamGenerateContent"
+    fields["alt"] = query.get("alt", "json")
+    return Match("call", fields)
 
 
 def _camel(field: str) -> str:
@@ -290,8 +299,7 @@ class _History:
         """Tool results first, as the template needs them right behind their calls, then the rest.
 
         What is no text and follows a result directly is part of it: that is how this API brings
-        images that a tool returns. A reminder stays with the last result: as a user message it
-        would be the template's latest question, and drop the reasoning before it.
+        images that a tool returns.
         """
         notes = self._conversation.notes
         results: list[_Result] = []
@@ -311,13 +319,10 @@ class _History:
                 self._unanswered.take(result.call_id, result.name),
                 shared.as_error(content) if result.failed else content,
             )
-        if results and not rest:
-            return
-        if results and all(p["type"] == "text" and shared.is_reminder(p["text"]) for p in rest):
-            for part in rest:
-                self._conversation.remind(part["text"])
-            return
-        self._conversation.user(shared.fold_parts(rest))
+        if results:
+            self._conversation.beside_results(rest)
+        else:
+            self._conversation.user(shared.fold_parts(rest))
 
 
 class _Unanswered:
@@ -325,14 +330,15 @@ class _Unanswered:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
-        self._named: dict[tuple[str, bool], dict[str, None]] = {}
-        """Ids by name, or "" for any, and whether only those of calls that were sent without one."""
+        self._named: dict[tuple[str, bool], OrderedDict[str, None]] = {}
+        """Ids by name, or "" for any, and whether only those of calls that were sent without one.
+        A plain dict looks for its first key behind all that were taken out before it."""
 
     def add(self, call_id: str, name: str, *, has_id: bool) -> None:
         self._names[call_id] = name
         for key in self._keys(name):
             if not (has_id and key[1]):
-                self._named.setdefault(key, {})[call_id] = None
+                self._named.setdefault(key, OrderedDict())[call_id] = None
 
     def take(self, call_id: str, name: str) -> str:
         """The id of the call that a result with this id or, lacking that, this name belongs to, or
@@ -344,7 +350,7 @@ class _Unanswered:
                 return call_id or name
             call_id = next(iter(waiting))
         for key in self._keys(self._names.pop(call_id)):
-            self._named.get(key, {}).pop(call_id, None)
+            self._named.get(key, OrderedDict()).pop(call_id, None)
         return call_id
 
     def _keys(self, name: str) -> set[tuple[str, bool]]:
@@ -538,6 +544,11 @@ def _tool_choice(
     allowed = given.get("allowedFunctionNames")
     if not isinstance(allowed, list) or not allowed or mode == "AUTO":
         return tools, choice
-    if mode == "ANY" and len(allowed) == 1:
+    field = "toolConfig.functionCallingConfig.allowedFunctionNames"
+    names = {string(name, field) for name in allowed}
+    kept = [tool for tool in tools if tool["function"]["name"] in names]
+    if not kept:
+        raise UnsupportedRequestError(field, "none of these functions is declared")
+    if mode == "ANY" and len(names) == 1:
         return tools, {"type": "function", "function": {"name": allowed[0]}}
-    return [tool for tool in tools if tool["function"]["name"] in allowed] or None, choice
+    return kept, choice

@@ -9,6 +9,7 @@ import base64
 import itertools
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -283,8 +284,9 @@ class Conversation:
         """For the next user or tool message."""
         self._behind: list[str] = []
         """For the last message."""
-        self._unanswered: dict[str, int] = {}
-        """Calls without a result, in order; a harness may give two of them one id."""
+        self._unanswered: OrderedDict[str, int] = OrderedDict()
+        """Calls without a result, in order; a harness may give two of them one id. (A plain dict
+        looks for its first key behind all that were taken out before it.)"""
         self._answers: dict[int, str] = {}
 
     def system(self, text: str) -> None:

@@ -1,4 +1,5 @@
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_a_text_is_the_same_as_a_string_and_as_cached_blocks() -> None:
 )
 def test_the_billing_line_does_not_reach_the_prompt(system: Any) -> None:
     assert normalise(user(text("Hi")), system=system).messages[0]["content"] == "Be brief."
+
+
+def test_any_number_of_billing_lines_is_dropped_in_the_time_of_their_length() -> None:
+    began = time.perf_counter()
+    request = normalise(user(text("Hi")), system="x-anthropic-billing-header\n" * 100_000 + "Hello")
+    assert time.perf_counter() - began < 2
+    assert request.messages[0]["content"] == "Hello"
 
 
 def test_a_turn_with_thinking_and_calls_keeps_all_of_it() -> None:

@@ -202,6 +202,14 @@ def test_a_reminder_beside_results_stays_with_them() -> None:
     ]
 
 
+def test_a_reminder_beside_results_stays_with_them_when_the_user_goes_on() -> None:
+    reminder = {"text": "<system-reminder>\nBe quick.\n</system-reminder>"}
+    before = normalise(USER, model(call("run", id="a")), user(result("run", id="a"), reminder))
+    said = user(result("run", id="a"), reminder, {"text": "And now?"})
+    request = normalise(USER, model(call("run", id="a")), said)
+    assert request.messages == [*before.messages, {"role": "user", "content": "And now?"}]
+
+
 def test_a_signature_of_ours_names_the_answer_and_no_other_does() -> None:
     theirs = base64.b64encode(b"sig00000001").decode()
     request = normalise(
@@ -363,6 +371,16 @@ def test_a_tool_choice_is_the_engines(choice: Any, expected: Any, kept: list[str
     assert request.tools is not None
     assert request.tool_choice == expected
     assert [tool["function"]["name"] for tool in request.tools] == kept
+
+
+@pytest.mark.parametrize("mode", ["ANY", "VALIDATED"])
+@pytest.mark.parametrize("allowed", [["z"], ["y", "z"], [1]])
+def test_a_choice_of_functions_that_are_not_there_is_refused(mode: str, allowed: list[Any]) -> None:
+    with pytest.raises(UnsupportedRequestError, match="allowedFunctionNames"):
+        normalise(
+            tools=[{"functionDeclarations": [{"name": "a"}]}],
+            toolConfig={"functionCallingConfig": {"mode": mode, "allowedFunctionNames": allowed}},
+        )
 
 
 def test_no_tools_means_no_tool_choice_either() -> None:
@@ -662,13 +680,26 @@ def test_auxiliary_answers_have_the_providers_shape() -> None:
     assert google.count_body(7) == b'{"totalTokens":7}'
 
 
-def test_pairing_any_number_of_results_takes_the_time_of_their_length() -> None:
-    calls = [call("read") for _ in range(20_000)]
-    answered = [result("read", str(at)) for at in range(10_000)]
+def test_pairing_any_number_of_results_takes_the_time_of_their_number() -> None:
+    calls = [call("read") for _ in range(60_000)]
+    answered = [result("read", str(at)) for at in range(50_000)]
     strangers = [result("other", id="x") for _ in range(10_000)]
     began = time.perf_counter()
     request = normalise(USER, model(*calls), user(*strangers, *answered))
-    assert [message["content"] for message in request.messages[-10_000:]] == [
-        str(at) for at in range(10_000)
+    assert [message["content"] for message in request.messages[-50_000:]] == [
+        str(at) for at in range(50_000)
     ]
     assert time.perf_counter() - began < 5
+
+
+def test_allowing_any_number_of_functions_takes_the_time_of_their_number() -> None:
+    names = [f"function_{at}" for at in range(20_000)]
+    choice = {"mode": "ANY", "allowedFunctionNames": names[1:]}
+    began = time.perf_counter()
+    request = normalise(
+        tools=[{"functionDeclarations": [{"name": name} for name in names]}],
+        toolConfig={"functionCallingConfig": choice},
+    )
+    assert request.tools is not None
+    assert len(request.tools) == 19_999
+    assert time.perf_counter() - began < 2

@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -127,6 +128,16 @@ def test_a_tool_result_without_an_id_belongs_to_the_first_unanswered_call() -> N
     conversation.tool("", "first")
     conversation.tool("", "second")
     assert [message["tool_call_id"] for message in conversation.finish()[1:]] == ["a", "b"]
+
+
+def test_pairing_any_number_of_results_takes_the_time_of_their_number() -> None:
+    conversation = Conversation()
+    conversation.assistant("", "", [call(str(at)) for at in range(100_000)])
+    began = time.perf_counter()
+    for at in range(100_000):
+        conversation.tool("", str(at))
+    assert time.perf_counter() - began < 3
+    assert all(each["tool_call_id"] == each["content"] for each in conversation.finish()[1:])
 
 
 def test_two_calls_of_one_id_have_two_results() -> None:

@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_an_auxiliary_request_is_told_from_a_model_call(
 )
 def test_anything_else_is_no_dialects(method: str, path: str) -> None:
     assert route(method, path, {}, {}) is None
+
+
+@pytest.mark.parametrize("piece", ["/v1/models/", "/tunedModels/:", "/v1beta/models", "/v1", "/"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_of_any_form_is_read_in_the_time_of_its_length(method: str, piece: str) -> None:
+    """Anyone may send one, with a key or without."""
+    path = piece * (60_000 // len(piece)) + "\n"
+    began = time.perf_counter()
+    route(method, path, {}, {"x-goog-api-key": "k"})
+    assert time.perf_counter() - began < 0.5
 
 
 @pytest.mark.parametrize(
