@@ -1,18 +1,20 @@
-"""An engine that needs 150 s for its first token: every CLI still waits, and gets its answer."""
+"""An engine that needs 150 s for its first token, and one that pauses after each: all CLIs wait."""
 
 from pathlib import Path
 
 import anyio
 import pytest
 
+from polar_gateway.config import ModelCallConfig
 from polar_gateway.testing.engine import Fault
 from tests.live.driver import CLIS, Ran, assert_recorded, assert_sampled_once, live, rule, turn
 
 SILENCE = 150.0
 
-pytestmark = [pytest.mark.clis, pytest.mark.timeout(SILENCE + 150)]
+pytestmark = pytest.mark.clis
 
 
+@pytest.mark.timeout(SILENCE + 150)
 async def test_all_clis_wait_through_150_silent_seconds(tmp_path: Path) -> None:
     ended: dict[str, Ran] = {}
 
@@ -40,3 +42,31 @@ async def test_all_clis_wait_through_150_silent_seconds(tmp_path: Path) -> None:
         assert ran.completions[1].ended_at - ran.completions[1].started_at > SILENCE
         assert_recorded(ran)
         assert_sampled_once(ran)
+
+
+@pytest.mark.parametrize("harness", CLIS)
+async def test_signs_of_life_between_all_tokens_change_nothing(
+    tmp_path: Path, harness: str
+) -> None:
+    """Within thinking, text and a call's arguments."""
+    ran = await live(
+        tmp_path,
+        harness,
+        rule(
+            "Plant beans",
+            turn(harness, "echo one > beans.txt", think="Now.", say="I plant."),
+            turn(harness, say="Planted."),
+            tokens="canonical",
+        ),
+        instruction="Plant beans.",
+        model_calls=ModelCallConfig(header_delay_seconds=0.05, keep_alive_seconds=0.05),
+        token_delay=0.15,
+    )
+    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert (ran.workdir / "beans.txt").read_text() == "one\n"
+    assert len(ran.wire.requests) == 2, ran.how
+    assert ran.wire.events > 2 * sum(len(call.token_ids) for call in ran.calls)
+    first, second = ran.calls
+    context = first.prompt_token_ids + first.token_ids
+    assert second.prompt_token_ids[: len(context)] == context
+    assert_recorded(ran)

@@ -29,6 +29,8 @@ class Wire:
         self.port = port
         self.requests: list[str] = []
         """Method and path of what harnesses asked for, in order."""
+        self.events = 0
+        """How many came back in streamed answers."""
         self.cuts: list[Cut] = []
         """Those that were made."""
         self._wanted = list(cuts)
@@ -60,6 +62,7 @@ class Wire:
                 if b"text/event-stream" in data:
                     self._streams += 1
                     number, said = self._streams, b""
+                self.events += data.count(b"\n\n")
                 said += data
                 cut = next((cut for cut in self._wanted if cut.stream == number), None)
                 places = list(re.finditer(re.escape(cut.mark), said)) if cut else []
