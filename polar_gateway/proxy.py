@@ -204,7 +204,7 @@ class Proxy:
         try:
             request = dialect.normalise(body)
         except UnsupportedRequestError as error:
-            if dialect is anthropic:
+            if dialect is anthropic and not error.optional:
                 # Claude Code answers a 400 by asking for something else, with other tools; what
                 # it would then do is no longer the task, so the session fails for this reason.
                 session.refused = Failure(
@@ -212,7 +212,7 @@ class Proxy:
                     message=f"the harness asked for what is not supported: {error}",
                     code="unsupported_request",
                 )
-            raise RefusedError(invalid(str(error))) from error
+            raise RefusedError(invalid(str(error), error.field)) from error
         if notes:
             request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
         return request

@@ -49,8 +49,8 @@ class RefusedError(Exception):
         self.kind = kind
 
 
-def invalid(message: str) -> ErrorKind:
-    return ErrorKind(status=400, code="invalid_request", message=message)
+def invalid(message: str, param: str | None = None) -> ErrorKind:
+    return ErrorKind(status=400, code="invalid_request", message=message, param=param)
 
 
 def too_large(what: str) -> ErrorKind:

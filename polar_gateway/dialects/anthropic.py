@@ -93,6 +93,9 @@ def match(
 def normalise(body: dict[str, Any]) -> ModelRequest:
     history = _History()
     conversation, notes = history.conversation, history.conversation.notes
+    if body.get("thread"):
+        # This provider's SDK does without as soon as it hears so.
+        raise UnsupportedRequestError("thread", REFUSED["thread"], optional=True)
     shared.screen(body, FIELDS, REFUSED, notes)
     conversation.system(_system_text(body.get("system")))
     for index, message in enumerate(objects(body.get("messages"), "messages")):
@@ -623,9 +626,10 @@ def error_body(error: ErrorKind) -> bytes:
     if error.code == "context_overflow" and "prompt is too long" not in message:
         # The words by which Claude Code knows that it must compact.
         message = f"prompt is too long: {message}"
-    return json_bytes(
-        {"type": "error", "error": {"type": _ERROR_TYPES[error.code], "message": message}}
-    )
+    told: dict[str, Any] = {"type": _ERROR_TYPES[error.code], "message": message}
+    if error.param == "thread":
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return json_bytes({"type": "error", "error": told})
 
 
 def _model(model: str) -> dict[str, Any]:

@@ -122,11 +122,15 @@ TurnEvent = BlockStart | BlockDelta | BlockEnd | TurnEnd
 
 
 class UnsupportedRequestError(Exception):
-    """The request holds something that cannot be honoured without changing its meaning."""
+    """The request holds something that cannot be honoured without changing its meaning.
 
-    def __init__(self, field: str, message: str) -> None:
+    `optional` says that clients know of endpoints without it and then ask again for the same.
+    """
+
+    def __init__(self, field: str, message: str, *, optional: bool = False) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.optional = optional
 
 
 class ErrorKind(msgspec.Struct, kw_only=True, frozen=True):

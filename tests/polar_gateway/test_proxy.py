@@ -1,6 +1,7 @@
 import asyncio
 import gzip
 import json
+import random
 import re
 import time
 import zlib
@@ -470,6 +471,7 @@ async def test_what_cannot_be_honoured_is_a_400_that_names_it(tmp_path: Path, di
         assert "model: must be a string" in error_of(dialect, answer)[1]
         assert list(b.engine.calls) == []
         if dialect != "anthropic":
+            assert answer["error"]["param"] == "model"
             assert b.session.refused is None
             return
         # Claude Code goes on by asking for something else, so its session fails for the reason.
@@ -479,6 +481,18 @@ async def test_what_cannot_be_honoured_is_a_400_that_names_it(tmp_path: Path, di
         assert "model: must be a string" in failure.message
         assert (await b.ask(path, {"model": "m", **body}))[0] == 200
         assert b.session.refused is failure
+
+
+async def test_what_clients_do_without_when_refused_does_not_fail_their_session(
+    tmp_path: Path,
+) -> None:
+    path, body = CALLS["anthropic"]
+    threaded = {"model": "m", **body, "thread": {"type": "create"}}
+    async with bench(tmp_path) as b:
+        status, answer = await b.ask(path, threaded)
+        assert status == 400
+        assert answer["error"]["details"]["error_code"] == "thread_unsupported_request"
+        assert b.session.refused is None
 
 
 async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path: Path) -> None:
@@ -1148,6 +1162,109 @@ async def test_an_answer_that_could_not_be_told_was_not_received(
         assert b.session.calls == set()
         assert (await b.ask("/v1/chat/completions", b.chat()))[0] == 200
         assert b.engine.total_calls == 2
+
+
+class Visit:
+    """One asking of a harness that may leave before it has its answer."""
+
+    def __init__(self, b: Bench, body: dict[str, Any], *, marked: bool) -> None:
+        self._b = b
+        self._body = body
+        self._headers = {"x-stainless-retry-count": str(int(marked)), "connection": "close"}
+        self.scope = anyio.CancelScope()
+        self.completion_id = ""
+        """Of the turn that it received whole."""
+        self.message: dict[str, Any] = {}
+        self.ended = ""
+
+    async def make(self) -> None:
+        try:
+            with self.scope:
+                await self._make()
+        except aiohttp.ClientError:
+            self.ended = "broken off"
+        self.ended = self.ended or "left"
+
+    async def _make(self) -> None:
+        async with self._b.post(
+            "/v1/chat/completions", self._body, headers=self._headers
+        ) as response:
+            text = await response.text()
+        self.ended = "refused"
+        if '"error"' in text:
+            assert "the gateway failed" not in text
+            return
+        assert response.status == 200
+        if self._body["stream"]:
+            assert text.endswith("data: [DONE]\n\n")
+            self.message = said_in(text)
+        else:
+            self.message = json.loads(text)["choices"][0]["message"]
+        self.ended = "answered"
+        self.completion_id = response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_happens_in_whatever_order_each_turn_is_sampled_told_and_recorded_once(
+    tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    faults: list[dict[str, Any]] = [
+        {"status": 500},
+        {"hang_up": True},
+        {"error_after": 3},
+        {"abort_after": 4},
+        {"disconnect_after": 5},
+        {"status": 400},
+        {"stall_after": 3, "stall": 0.3},
+    ]
+    visits: list[Visit] = []
+    quick = {"engine_patience_seconds": 0.3, "header_delay_seconds": 0.1, "keep_alive_seconds": 0.1}
+    delay = chance.choice([0.0, 0.003, 0.01])
+    async with bench(tmp_path, token_delay=delay, retry_grace_seconds=0.1, **quick) as b:
+        async with anyio.create_task_group() as group:
+            for _ in range(25):
+                match chance.choice(["ask", "ask", "leave", "leave", "fault", "wait"]):
+                    case "ask":
+                        text = chance.choice(["hi", "hi", "tool please"])
+                        body = b.chat(text, stream=chance.random() < 0.5)
+                        visits.append(Visit(b, body, marked=chance.random() < 0.2))
+                        group.start_soon(visits[-1].make)
+                    case "leave":
+                        if there := [visit for visit in visits if not visit.ended]:
+                            chance.choice(there).scope.cancel()
+                    case "fault":
+                        b.engine.faults.append(Fault(**chance.choice(faults)))
+                await asyncio.sleep(chance.choice([0.0, 0.001, 0.01, 0.05, 0.1]))
+            if seed % 3 == 0:
+                b.session.seal()
+            with anyio.fail_after(10):
+                while not all(visit.ended for visit in visits):
+                    await asyncio.sleep(0.01)
+        await until(lambda: not b.session.calls)
+        b.session.seal()
+        session = b.session.capture.completion_session([])
+        said = {completion.completion_id: completion for completion in session.completions}
+        for visit in visits:
+            assert visit.ended != "broken off" or not visit._body["stream"] or seed % 3 == 0
+            if visit.completion_id:
+                completion = said[visit.completion_id]
+                assert completion.delivered
+                told, recorded = visit.message, completion.response_message
+                assert (told.get("content") or "") == (recorded.get("content") or "")
+                thought = told.get("reasoning") or told.get("reasoning_content")
+                assert thought == recorded["reasoning_content"]
+        received = {visit.completion_id for visit in visits}
+        left = sum(visit.ended == "left" for visit in visits)
+        assert sum(c.delivered and name not in received for name, c in said.items()) <= left
+        assert "call_unfinished" not in session.findings
+        read = read_session(b.journal)
+        assert [c.sampled_ids for c in read.completions] == [
+            c.sampled_ids for c in session.completions
+        ]
+        assert [(c.delivered, c.delivered_tokens, c.findings) for c in read.completions] == [
+            (c.delivered, c.delivered_tokens, c.findings) for c in session.completions
+        ]
 
 
 def said_by(engine: ScriptedEngine) -> dict[str, Any]:

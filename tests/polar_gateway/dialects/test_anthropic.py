@@ -638,6 +638,18 @@ def test_an_error_has_the_providers_shape(code: Any, status: int, kind: str) -> 
     assert parse_sse(streamer.error(error)) == [("error", body)]
 
 
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": COMPLETION_ID}]
+)
+def test_a_thread_is_refused_so_that_the_providers_sdk_does_without(thread: dict[str, str]) -> None:
+    with pytest.raises(UnsupportedRequestError, match="thread: ") as refused:
+        normalise(user(text("Go.")), thread=thread)
+    assert refused.value.optional
+    error = ErrorKind(status=400, code="invalid_request", message="So it is.", param="thread")
+    told = json.loads(anthropic.error_body(error))["error"]
+    assert told["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @pytest.mark.parametrize("message", ["prompt is too long: 9 tokens > 8 maximum", "9 tokens, 8 fit"])
 def test_an_overflow_is_said_in_the_words_that_make_claude_code_compact(message: str) -> None:
     error = ErrorKind(status=400, code="context_overflow", message=message)
