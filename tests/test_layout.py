@@ -18,6 +18,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "builders/assemble.py": "what both builders end with; test_invariants.py",
     "polar_gateway/app.py": "started as a process by tests/integration and test_cli_services.py",
     "polar_gateway/node.py": "behind its routes, test_api.py, and started by tests/integration",
+    "polar_gateway/dialects/anthropic_tools.py": "the tools of Messages; test_anthropic.py",
+    "polar_gateway/dialects/google_answers.py": "what Google is answered; test_google.py",
     "polar_gateway/exchange.py": "one end of every call in test_proxy.py",
     "polar_gateway/dialects/sse.py": "the form of every stream in test_recordings.py",
     "polar_gateway/runtimes/netns.py": "a port in a container's network; test_docker.py",
