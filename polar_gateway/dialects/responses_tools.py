@@ -142,6 +142,8 @@ class Tools:
         """(namespace, plain name), the namespace None for built-in tools -> engine's name."""
         self._taken: set[str] = set()
         self._put_names: set[str] = set()
+        self._ignored: set[str] = set()
+        """Kinds of tools that were dropped."""
         self._notes = notes
         self._searched = searched
         """Whether the harness searches for deferred tools; without, they could never be called."""
@@ -178,6 +180,7 @@ class Tools:
         elif kind in _BUILT_IN and _executed_by_the_harness(tool):
             self._put(tool, kind, self._claim(None, kind), {"type": kind}, field)
         else:
+            self._ignored.add(str(kind))
             note(self._notes, f"tool of type {kind} ignored")
 
     def _put(
@@ -254,12 +257,17 @@ class Tools:
             return None
         if choice in ("auto", "none", "required"):
             return choice
-        name = self._chosen(choice) if isinstance(choice, dict) else None
-        if name is None:
-            raise UnsupportedRequestError(
-                "tool_choice", "must be auto, none, required, or tools that are among the tools"
-            )
-        return {"type": "function", "function": {"name": name}}
+        if isinstance(choice, dict):
+            name = self._chosen(choice)
+            if name is not None:
+                return {"type": "function", "function": {"name": name}}
+            kind = str(choice.get("type"))
+            if kind in self._ignored:
+                note(self._notes, f"tool_choice of {kind} ignored, as the tool is")
+                return None
+        raise UnsupportedRequestError(
+            "tool_choice", "must be auto, none, required, or tools that are among the tools"
+        )
 
     def _chosen(self, choice: dict[str, Any]) -> str | None:
         kind, plain = choice.get("type"), choice.get("name")

@@ -221,6 +221,13 @@ def test_what_the_provider_would_execute_is_dropped_and_noted(tool: dict[str, An
     assert request.notes == [f"tool of type {tool['type']} ignored"]
 
 
+def test_a_choice_of_a_dropped_tool_is_dropped_with_it() -> None:
+    search = {"type": "web_search"}
+    request = normalise(tools=[search, RUN], tool_choice=search)
+    assert (names(request), request.tool_choice) == (["run"], None)
+    assert request.notes[-1] == "tool_choice of web_search ignored, as the tool is"
+
+
 def test_a_search_for_tools_is_a_function_and_put_back() -> None:
     request = normalise(*searched("a", CRM), tools=[SEARCH])
     [function, *_] = request.tools or []
