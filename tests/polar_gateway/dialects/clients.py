@@ -72,12 +72,22 @@ def events_of(block: Block, size: int = 5, *, cut: bool = False) -> list[TurnEve
     return [start, *deltas, BlockEnd(cut=cut)]
 
 
-def stream(dialect: Dialect, request: ModelRequest, answered: Turn) -> bytes:
+def stream(
+    dialect: Dialect, request: ModelRequest, answered: Turn, *, haltingly: bool = False
+) -> bytes:
+    """`haltingly` is with signs of life and pieces of no text in between."""
     streamer = dialect.streamer(request, answered.completion_id, answered.created)
     parts = [streamer.open(answered.usage.prompt_tokens)]
     for block in answered.blocks:
         cut = answered.finish_reason == "length" and block is answered.blocks[-1]
-        parts.extend(streamer.event(event) for event in events_of(block, cut=cut))
+        for event in events_of(block, cut=cut):
+            if haltingly:
+                parts.append(streamer.keep_alive())
+            if haltingly and isinstance(event, BlockDelta):
+                parts.append(streamer.event(BlockDelta(text="")))
+            parts.append(streamer.event(event))
+    if haltingly:
+        parts.append(streamer.keep_alive())
     parts.append(streamer.event(TurnEnd(turn=answered)))
     return b"".join(parts)
 

@@ -131,11 +131,13 @@ def test_an_answer_comes_back_as_the_message_that_was_sampled(
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @settings(deadline=None, max_examples=60)
-@given(answered=turns())
-def test_the_streamed_and_the_whole_answer_are_the_same(dialect: Dialect, answered: Turn) -> None:
+@given(answered=turns(), haltingly=st.booleans())
+def test_the_streamed_and_the_whole_answer_are_the_same(
+    dialect: Dialect, answered: Turn, haltingly: bool
+) -> None:
     request = dialect.normalise(REQUESTS[dialect.name])
     whole = receive(dialect, dialect.answer(request, answered))
-    streamed = receive_stream(dialect, stream(dialect, request, answered))
+    streamed = receive_stream(dialect, stream(dialect, request, answered, haltingly=haltingly))
     assert whole.blocks == streamed.blocks
     if (
         dialect.name != "chat"
