@@ -55,7 +55,7 @@ part() {
 }
 
 part unit 8 -n 2 -m "not docker and not clis and not vllm"
-part clis 20 -n 3 -m "clis and not docker and not vllm"
+part clis 20 -n 3 --dist worksteal -m "clis and not docker and not vllm"
 part containers 12 -m "docker and not vllm"
 part vllm 10 -m vllm
 
