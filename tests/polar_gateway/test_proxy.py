@@ -37,6 +37,7 @@ from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
 from polar_gateway.testing.serve import serve
 from tests.polar_gateway.capture.test_journal import files_limited_to
+from tests.recordings import load
 
 TALK = Script(
     rules=[
@@ -550,6 +551,23 @@ async def test_auxiliary_requests_are_answered_and_never_recorded(tmp_path: Path
 
 
 # ---- an engine in trouble ----
+
+
+async def test_side_calls_and_compactions_are_recorded_as_such(tmp_path: Path) -> None:
+    recorded = load("opencode", "thinking_api_anthropic")
+    [title] = [exchange.request for exchange in recorded if exchange.label == "side"]
+    headers = {name: title["headers"][name] for name in ("user-agent", "anthropic-version")}
+    async with bench(tmp_path) as b:
+        for path, body, said in (
+            (title["path"], title["body"], headers),
+            ("/v1/responses/compact", {"model": "m", "input": "hi"}, {}),
+            ("/v1/responses", {"model": "m", "input": "hi"}, {}),
+        ):
+            assert (await b.ask(path, body, headers=said))[0] == 200
+        assert [each.kind for each in b.completions] == ["title", "compaction", "turn"]
+        kept, left_out = split(b.session.capture.completion_session([]), Options())
+        assert [completion.kind for completion in kept] == ["compaction", "turn"]
+        assert set(left_out) == {"kind_title"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
