@@ -174,7 +174,20 @@ class Proxy:
             body, notes = await self._read(exchange, session, headers)
             body.update(route.fields)
             whole = session.responses.expand(body) if dialect.name == "responses" else body
-            request = self._normalise(session, dialect, whole, notes)
+            try:
+                request = dialect.normalise(whole)
+            except UnsupportedRequestError as error:
+                if route.kind == "call" and dialect is anthropic and not error.optional:
+                    # Claude Code answers a 400 by asking for something else, with other tools; what
+                    # it would then do is no longer the task, so the session fails for this reason.
+                    session.refused = Failure(
+                        boundary="harness",
+                        message=f"the harness asked for what is not supported: {error}",
+                        code="unsupported_request",
+                    )
+                raise RefusedError(invalid(str(error), error.field)) from error
+            if notes:
+                request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
             if route.kind == "count_tokens":
                 tokens = await self._count(request)
         if asking.cancelled_caught:
@@ -197,25 +210,6 @@ class Proxy:
         if "content-encoding" in headers:
             data = inflated(data, headers["content-encoding"], self._config.max_decompressed_bytes)
         return decoded(data)
-
-    def _normalise(
-        self, session: Session, dialect: Dialect, body: dict[str, Any], notes: list[str]
-    ) -> ModelRequest:
-        try:
-            request = dialect.normalise(body)
-        except UnsupportedRequestError as error:
-            if dialect is anthropic and not error.optional:
-                # Claude Code answers a 400 by asking for something else, with other tools; what
-                # it would then do is no longer the task, so the session fails for this reason.
-                session.refused = Failure(
-                    boundary="harness",
-                    message=f"the harness asked for what is not supported: {error}",
-                    code="unsupported_request",
-                )
-            raise RefusedError(invalid(str(error), error.field)) from error
-        if notes:
-            request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
-        return request
 
     async def _count(self, request: ModelRequest) -> int:
         try:

@@ -496,6 +496,14 @@ async def test_what_clients_do_without_when_refused_does_not_fail_their_session(
         assert b.session.refused is None
 
 
+async def test_what_cannot_be_counted_fails_no_session(tmp_path: Path) -> None:
+    path, body = CALLS["anthropic"]
+    async with bench(tmp_path) as b:
+        status, _ = await b.ask(f"{path.partition('?')[0]}/count_tokens", {"model": 7, **body})
+        assert status == 400
+        assert b.session.refused is None
+
+
 async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path: Path) -> None:
     sampling = Sampling(temperature=0.5, top_p=0.9)
     async with bench(tmp_path, sampling=sampling, max_model_len=400) as b:
