@@ -168,6 +168,7 @@ async def test_at_the_limit_a_lost_session_ends_and_a_late_result_still_replaces
             "message": "node node-a was lost with the session",
             "infra": True,
             "detail": "",
+            "code": "",
         }
         await server.report(result(first))
         status = await server.status()
