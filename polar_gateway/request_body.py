@@ -32,6 +32,9 @@ SPARE_FRAMES = 200
 """Of Python's recursion limit, for all who walk through the value after it was decoded; the last
 of them decodes it as a part of a session's result."""
 
+SHALLOW = 400
+"""Opening brackets that can be nested in each other without harm, all of them."""
+
 LONE_SURROGATE_NOTE = "half a character sent as U+FFFD"
 
 _plain = msgspec.json.Decoder().decode
@@ -117,12 +120,12 @@ def decoded(data: bytes) -> tuple[dict[str, Any], list[str]]:
     notes: list[str] = []
     try:
         try:
-            body = _decode(data, SPARE_FRAMES)
+            body = _decoded(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             mended = with_whole_characters(data)
             if mended == data:
                 raise
-            body = _decode(mended, SPARE_FRAMES)
+            body = _decoded(mended)
             notes.append(LONE_SURROGATE_NOTE)
     except RecursionError as error:
         raise RefusedError(invalid("the body is nested too deeply")) from error
@@ -148,7 +151,14 @@ def _whole(found: re.Match[str]) -> str:
     return found[0] if found[0] == "\\\\" or found["pair"] else "\\ufffd"
 
 
+def _decoded(data: bytes) -> Any:
+    """What the JSON text says. Raises RecursionError also for a value which only just decodes, so
+    that it does not fail later where nobody can refuse it."""
+    if data.count(b"{") + data.count(b"[") <= SHALLOW:
+        return _plain(data)
+    return _decode(data, SPARE_FRAMES)
+
+
 def _decode(data: bytes, spare_frames: int) -> Any:
-    """Decode with that much less of the recursion limit, so that a value which only just decodes
-    does not fail later where nobody can refuse it."""
+    """Decode with that much less of the recursion limit."""
     return _decode(data, spare_frames - 1) if spare_frames else _plain(data)

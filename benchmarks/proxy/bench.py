@@ -23,6 +23,8 @@ PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
 CROWD = "proxy/sessions350"
 CROWD_SECONDS = 1.0
 """How long the engine takes for each of the crowd's calls."""
+SPREAD_SECONDS = 1.0
+"""Over which those that are timed begin, one after the other."""
 _SENT = re.compile(rb"@(\d+\.\d{6})@")
 """When the engine sent the first text of a streamed answer, on the clock that all processes share."""
 
@@ -175,8 +177,9 @@ async def _drive(case: Case, url: str, numbers: range, count: int) -> list[Heard
     ):
 
         async def work(number_at_once: int) -> None:
-            if case is CROWD_CASE:  # agents do not all ask in the same millisecond
-                await anyio.sleep(CROWD_SECONDS * number_at_once / case.at_once)
+            if case.mode == "stream" or case is CROWD_CASE:
+                # Agents do not all ask in the same millisecond.
+                await anyio.sleep(SPREAD_SECONDS * number_at_once / case.at_once)
             for number in waiting:
                 await _session(case, client, url, number, count, heard)
 

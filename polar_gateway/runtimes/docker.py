@@ -13,10 +13,10 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import IO, Annotated, Any, ClassVar, NamedTuple
 
 import aiodocker
 import aiohttp
@@ -30,9 +30,6 @@ from polar_gateway.protocol import SESSION_DIR, RuntimeSpec
 from polar_gateway.runtimes import archive, netns, processes
 from polar_gateway.runtimes.base import Runtime, RuntimeRequest, RuntimeUnavailableError, to_the_end
 from polar_gateway.runtimes.streams import Output
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 MODEL_PORT = 8100
 """Where the model answers on the container's loopback."""
@@ -490,7 +487,7 @@ class DockerRuntime(Runtime):
         if any(Path(target).is_relative_to(folder) for folder in _VIRTUAL):
             raise ValueError(f"docker cannot upload to {target!r}: it is no part of a file system")
         async with self._docker.session.put(
-            self._archive_url(), params={"path": "/"}, data=data
+            self._archive_url(), params={"path": "/"}, data=_chunks(data)
         ) as answer:
             await self._raise_for(answer, f"cannot upload to {target!r}")
 
@@ -565,7 +562,7 @@ class DockerRuntime(Runtime):
 
 
 @asynccontextmanager
-async def connected() -> "AsyncIterator[aiodocker.Docker]":
+async def connected() -> AsyncIterator[aiodocker.Docker]:
     """A client of the daemon at DOCKER_HOST or at its usual socket, which answered.
 
     The client's own connection limit would count every lifeline; so it gets a connector without one.
@@ -599,6 +596,13 @@ async def _remove(container: aiodocker.containers.DockerContainer) -> None:
                 await anyio.sleep(0.05)
             else:
                 return
+
+
+async def _chunks(file: IO[bytes]) -> AsyncIterator[bytes]:
+    """Read here and not by the client's own thread, which would go on reading a closed file where
+    the daemon answers at the archive's last entry and before the file's end."""
+    while chunk := file.read(1 << 18):
+        yield chunk
 
 
 def _scratch_file(folder: Path) -> IO[bytes]:

@@ -1,7 +1,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,15 +269,15 @@ class TestContainers:
         place = await open_place()
         assert (await place.exec("kill -9 -1; sleep 10")).return_code == 137
 
-        async def use_until_it_refuses() -> None:
+        async def until_refused(use: Callable[[], Awaitable[object]]) -> None:
             with anyio.fail_after(20):
-                while True:  # its first process needs a moment to notice
-                    await place.exec("true")
+                while True:  # the daemon needs a moment to notice, and to take it away
+                    await use()
 
         with pytest.raises(RuntimeError, match="is gone"):
-            await use_until_it_refuses()
+            await until_refused(lambda: place.exec("true"))
         with pytest.raises(RuntimeError, match="is gone"):
-            await place.write("/polar/session/x", b"")
+            await until_refused(lambda: place.write("/polar/session/x", b""))
         await place.cancel()
 
     async def test_uploads_that_nobody_would_see_are_refused(self, open_place: OpenPlace) -> None:
