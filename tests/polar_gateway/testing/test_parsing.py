@@ -1,7 +1,7 @@
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from polar_gateway.testing.parsing import TurnParser
@@ -84,6 +84,7 @@ def test_words_after_a_call_are_dropped() -> None:
 @given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.lists(st.booleans()))))
 def test_streamed_arguments_add_up_to_what_was_said(arguments: dict[str, Any]) -> None:
     said = json.dumps(arguments)
+    assume("</tool_call>" not in said)  # the markup ends a call wherever it stands
     parser = TurnParser(thinking=False, tools=True)
     text = f'<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>'
     tokens = [TOKENIZER.bytes_of[i] for i in TOKENIZER.encode(text)]
