@@ -1,6 +1,7 @@
 # make demo     three unmodified CLIs do a task each, in Docker or on this machine  [ENGINE=scripted|vllm]
 # make test     the whole test-suite, with everything it needs
 # make check    the quick inner loop: lint, types, and the tests that need neither network nor containers
+#               nor a whole deployment
 # make bench    what a proxied call costs, one JSON object a line                   [ONLY=prefix,prefix]
 # make clean    remove the virtual environment and what tools left behind
 
@@ -19,7 +20,7 @@ check:
 	@scripts/setup.sh dev
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
-	@.venv/bin/python -m pytest -q -n 2 -m "not docker and not clis and not vllm"
+	@.venv/bin/python -m pytest -q -n 3 -m "not docker and not clis and not vllm" --ignore=tests/integration
 
 bench:
 	@scripts/setup.sh dev

@@ -72,9 +72,9 @@ def test_the_billing_line_does_not_reach_the_prompt(system: Any) -> None:
 
 
 def test_any_number_of_billing_lines_is_dropped_in_the_time_of_their_length() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     request = normalise(user(text("Hi")), system="x-anthropic-billing-header\n" * 100_000 + "Hello")
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert request.messages[0]["content"] == "Hello"
 
 

@@ -684,22 +684,22 @@ def test_pairing_any_number_of_results_takes_the_time_of_their_number() -> None:
     calls = [call("read") for _ in range(60_000)]
     answered = [result("read", str(at)) for at in range(50_000)]
     strangers = [result("other", id="x") for _ in range(10_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     request = normalise(USER, model(*calls), user(*strangers, *answered))
     assert [message["content"] for message in request.messages[-50_000:]] == [
         str(at) for at in range(50_000)
     ]
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_allowing_any_number_of_functions_takes_the_time_of_their_number() -> None:
     names = [f"function_{at}" for at in range(20_000)]
     choice = {"mode": "ANY", "allowedFunctionNames": names[1:]}
-    began = time.perf_counter()
+    began = time.process_time()
     request = normalise(
         tools=[{"functionDeclarations": [{"name": name} for name in names]}],
         toolConfig={"functionCallingConfig": choice},
     )
     assert request.tools is not None
     assert len(request.tools) == 19_999
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2

@@ -133,10 +133,10 @@ def test_a_tool_result_without_an_id_belongs_to_the_first_unanswered_call() -> N
 def test_pairing_any_number_of_results_takes_the_time_of_their_number() -> None:
     conversation = Conversation()
     conversation.assistant("", "", [call(str(at)) for at in range(100_000)])
-    began = time.perf_counter()
+    began = time.process_time()
     for at in range(100_000):
         conversation.tool("", str(at))
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert all(each["tool_call_id"] == each["content"] for each in conversation.finish()[1:])
 
 

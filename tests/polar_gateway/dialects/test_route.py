@@ -117,9 +117,9 @@ def test_anything_else_is_no_dialects(method: str, path: str) -> None:
 def test_a_path_of_any_form_is_read_in_the_time_of_its_length(method: str, piece: str) -> None:
     """Anyone may send one, with a key or without."""
     path = piece * (60_000 // len(piece)) + "\n"
-    began = time.perf_counter()
+    began = time.process_time()
     route(method, path, {}, {"x-goog-api-key": "k"})
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(
