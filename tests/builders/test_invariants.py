@@ -119,8 +119,16 @@ def test_a_chain_follows_the_answers_that_were_truly_continued(
     play(world, actions)
     trainable = {sample.completion_id for sample in world.samples if sample.trainable}
     calls = {completion.completion_id: completion for completion in world.completions}
+    # Rendered again, a text that spells the end of a turn begins with the very tokens of one that
+    # ended there: up to it the two are the same to whoever goes by tokens.
     visible = {
-        name: {**completion.response_message, "reasoning_content": None}
+        name: {
+            **completion.response_message,
+            "reasoning_content": None,
+            "content": (completion.response_message.get("content") or "").partition("<|im_end|>")[
+                0
+            ],
+        }
         for name, completion in calls.items()
     }
     trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
