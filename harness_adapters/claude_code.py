@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from harness_adapters import events, instruction
+from harness_adapters import events, instruction, skills
 from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
 
 SKILL_TOOL = "Skill"
@@ -98,8 +98,7 @@ class ClaudeCode:
         command = instruction.as_words(shlex.join(words), context.instruction)
         if agent.skills_path:
             home = shlex.join(["mkdir", "-p", config_dir])
-            linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])
-            command = f"{home} && {linked} && {command}"
+            command = f"{home} && {skills.linked(command, agent.skills_path, config_dir)}"
         return LaunchPlan(
             command=command,
             files=files,
@@ -133,9 +132,7 @@ class ClaudeCode:
         if not subtype and not is_error:
             return events.by_status(self.name, return_code, stderr_tail)
         if subtype == "error_max_turns":
-            return HarnessEnd(
-                outcome="completed", reason="stopped at max_turns", return_code=return_code
-            )
+            return events.turn_limit(return_code)
         if subtype == "success" and not is_error:
             return HarnessEnd(outcome="completed", return_code=return_code)
         how = "claude_code reported an error"

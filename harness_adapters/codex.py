@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from harness_adapters import events
+from harness_adapters import events, skills
 from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
 
 KEY_ENV = "POLAR_MODEL_KEY"
@@ -57,9 +57,7 @@ class Codex:
                 "-",
             ]
         )
-        if agent.skills_path:
-            linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])
-            command = f"{linked} && {command}"
+        command = skills.linked(command, agent.skills_path, config_dir)
         return LaunchPlan(
             command=command,
             files={

@@ -69,6 +69,11 @@ def by_status(
     )
 
 
+def turn_limit(return_code: int | None) -> HarnessEnd:
+    """The end of a run that did as many turns as its task allowed."""
+    return HarnessEnd(outcome="completed", reason="stopped at max_turns", return_code=return_code)
+
+
 def quote(how: str, heard: str) -> str:
     """`how: heard`, on one line, of bounded length and fit for UTF-8."""
     words = " ".join((f"{how}: {heard}" if heard.strip() else how).split())

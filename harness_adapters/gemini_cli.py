@@ -12,12 +12,10 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from harness_adapters import events, instruction
+from harness_adapters import events, gemini_family, instruction, skills
 from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
 
 SIDE_CALL_TOOLS = ("google_web_search", "web_fetch")
-
-TURN_LIMIT_STATUS = 53
 
 
 class GeminiCliSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,16 +56,14 @@ class GeminiCli:
                 _cli_settings(settings, agent.mcp_servers), indent=1
             )
         }
-        if instruction.wants_command(context.instruction):
+        if gemini_family.wants_command(context.instruction):
             # JSON's escapes are TOML's too, once DEL, which JSON leaves alone, is escaped.
             text = json.dumps(context.instruction, ensure_ascii=False).replace("\x7f", "\\u007f")
-            files[f"{config_dir}/commands/{instruction.COMMAND}.toml"] = f"prompt = {text}\n"
-            command = instruction.as_command(command)
+            files[f"{config_dir}/commands/{gemini_family.COMMAND}.toml"] = f"prompt = {text}\n"
+            command = gemini_family.as_command(command)
         else:
             command = instruction.as_words(command, context.instruction)
-        if agent.skills_path:
-            linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])
-            command = f"{linked} && {command}"
+        command = skills.linked(command, agent.skills_path, config_dir)
         return LaunchPlan(
             command=command,
             files=files,
@@ -94,10 +90,8 @@ class GeminiCli:
         """
         result = events.last_event(stdout_tail, ("result",))
         heard = events.text(events.last_event(stdout_tail, ("error",)), "message")
-        if return_code == TURN_LIMIT_STATUS:
-            return HarnessEnd(
-                outcome="completed", reason="stopped at max_turns", return_code=return_code
-            )
+        if return_code == gemini_family.TURN_LIMIT_STATUS:
+            return events.turn_limit(return_code)
         if result is None:
             return events.by_status(self.name, return_code, stderr_tail, heard)
         message = events.text(result, "error", "message")
@@ -128,15 +122,8 @@ def _cli_settings(settings: GeminiCliSettings, servers: list[MCPServerSpec]) -> 
         },
         "context": {"fileFiltering": {"enableRecursiveFileSearch": False}},
         "tools": tools,
-        "mcpServers": {server.name: _mcp_server(server) for server in servers},
+        "mcpServers": {server.name: gemini_family.mcp_server(server) for server in servers},
     }
-
-
-def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
-    if server.transport == "stdio":
-        return {"command": server.command, "args": server.args, "trust": True}
-    address = "httpUrl" if server.transport == "streamable-http" else "url"
-    return {address: server.url, "trust": True}
 
 
 def _words(message: str) -> str:

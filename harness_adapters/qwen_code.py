@@ -11,10 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from harness_adapters import events, instruction
+from harness_adapters import events, gemini_family, instruction, skills
 from harness_adapters.base import AgentSpec, HarnessEnd, LaunchContext, LaunchPlan, MCPServerSpec
-
-TURN_LIMIT_STATUS = 53
 
 GAVE_UP = ("Loop detection halted the run", "Model stream ended with empty response text")
 """What it says when it stops because of what the model said, not because a call failed."""
@@ -59,16 +57,14 @@ class QwenCode:
                 _cli_settings(settings, agent.mcp_servers, context), indent=1
             )
         }
-        if instruction.wants_command(context.instruction):
+        if gemini_family.wants_command(context.instruction):
             # Without the mark it would be offered to the model as one of its skills.
-            path = f"{config_dir}/commands/{instruction.COMMAND}.md"
+            path = f"{config_dir}/commands/{gemini_family.COMMAND}.md"
             files[path] = f"---\ndisable-model-invocation: true\n---\n{context.instruction}"
-            command = instruction.as_command(command)
+            command = gemini_family.as_command(command)
         else:
             command = instruction.as_words(command, context.instruction)
-        if agent.skills_path:
-            linked = shlex.join(["ln", "-sfn", agent.skills_path, f"{config_dir}/skills"])
-            command = f"{linked} && {command}"
+        command = skills.linked(command, agent.skills_path, config_dir)
         return LaunchPlan(
             command=command,
             files=files,
@@ -93,10 +89,8 @@ class QwenCode:
         turn limit) did what the model made of its task and is completed, with that reason.
         """
         result = events.last_event(stdout_tail, ("result",))
-        if return_code == TURN_LIMIT_STATUS:
-            return HarnessEnd(
-                outcome="completed", reason="stopped at max_turns", return_code=return_code
-            )
+        if return_code == gemini_family.TURN_LIMIT_STATUS:
+            return events.turn_limit(return_code)
         if result is None or not isinstance(result.get("is_error"), bool):
             return events.by_status(self.name, return_code, stderr_tail)
         if not result["is_error"]:
@@ -142,14 +136,9 @@ def _cli_settings(
             "shell": {"enableInteractiveShell": True},
             "disabled": list(settings.exclude_tools),
         },
-        "mcpServers": {server.name: _mcp_server(server) for server in servers},
+        # Their tools are declared from the start, not looked up by the model through a tool search.
+        "mcpServers": {
+            server.name: gemini_family.mcp_server(server, alwaysLoadTools=True)
+            for server in servers
+        },
     }
-
-
-def _mcp_server(server: MCPServerSpec) -> dict[str, Any]:
-    """Its tools are declared from the start, not looked up by the model through a tool search."""
-    common = {"trust": True, "alwaysLoadTools": True}
-    if server.transport == "stdio":
-        return {"command": server.command, "args": server.args, **common}
-    address = "httpUrl" if server.transport == "streamable-http" else "url"
-    return {address: server.url, **common}
