@@ -6,7 +6,8 @@ or, in a test, `async with ScriptedEngine(script) as engine: ...  engine.url`. I
 with the hermes and qwen3 parsers does, ids and log probabilities included, and says in `/v1/models`,
 in `/version` and in each answer's `system_fingerprint` that it is scripted. What it was asked and
 what it said stays in `engine.calls` and under `GET /scripted/calls`; `engine.faults` and
-`POST /scripted/faults` make the next calls fail, `engine.die()` all until `engine.revive()`.
+`POST /scripted/faults` make the next calls fail, `engine.die()` all until `engine.revive()`, and
+between `engine.hold()` and `engine.release()` it keeps silent.
 """
 
 import os
@@ -139,6 +140,8 @@ class ScriptedEngine:
         self.tokenizer = ChatTokenizer()
         self.policy = SeededPolicy(self.tokenizer.size, seed)
         self.fingerprint = f"scripted-{seed}"
+        self._held_after: int | None = None
+        self._held_anew = anyio.Event()
         self._chance = random.Random(seed)
         self._service: Service | None = None
         self._stack = AsyncExitStack()
@@ -177,6 +180,24 @@ class ScriptedEngine:
     async def revive(self) -> None:
         """Answer again at the same URL."""
         await self._running.start()
+
+    def hold(self, after: int = 0) -> None:
+        """Say no more than `after` tokens of any answer, and no error's status, until `release`."""
+        self._hold(after)
+
+    def release(self) -> None:
+        """Go on with all that is held."""
+        self._hold(None)
+
+    def _hold(self, after: int | None) -> None:
+        self._held_after = after
+        self._held_anew.set()
+        self._held_anew = anyio.Event()
+
+    async def allowed(self, number: int) -> None:
+        """Wait until the token of this number, counted from 0, may be said."""
+        while self._held_after is not None and number >= self._held_after:
+            await self._held_anew.wait()
 
     @property
     def _running(self) -> Service:
@@ -397,6 +418,7 @@ class _ChatEndpoint:
         request = checked(call.request, engine.model, engine.max_model_len)
         if fault.status is not None:
             await anyio.sleep(fault.delay)
+            await engine.allowed(0)
             raise ApiError(fault.status, fault.message, "ScriptedFault")
         call.prompt = engine.render(request.messages, request.tools, **request.template_arguments)
         call.prompt_token_ids = engine.tokenizer.encode(call.prompt)
@@ -532,6 +554,7 @@ class _Answer:
             delay = fault.token_delay
         due = anyio.current_time() + fault.delay
         for number, token in enumerate(self._generation.tokens):
+            await self._engine.allowed(number)
             if number == fault.error_after:
                 return
             if number == fault.disconnect_after:

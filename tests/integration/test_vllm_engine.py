@@ -1,7 +1,7 @@
 """What the gateway asks of a vLLM, asked of a real one."""
 
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
@@ -164,23 +164,25 @@ async def test_closing_a_stream_stops_the_sampling(engine: Vllm, vllm: VllmServe
 async def test_what_the_engine_aborts_is_no_turn(engine: Vllm, vllm: VllmServer) -> None:
     async with httpx2.AsyncClient(base_url=vllm.url) as http:
 
-        async def abort() -> None:
-            with anyio.fail_after(10):
-                while not await running(http):
-                    await anyio.sleep(0.05)
-            await http.post("/abort_requests", json={"request_ids": []})
+        async def abort(when: Callable[[], bool]) -> None:
+            while True:
+                if when() and await running(http):
+                    await http.post("/abort_requests", json={"request_ids": []})
+                await anyio.sleep(0.05)
 
         stream = await engine.stream(ask("LONG"), "msg_1")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(abort)
+            tasks.start_soon(abort, lambda: stream.sampled_tokens > 0)
             raised = await failure(stream_to_the_end(stream))
+            tasks.cancel_scope.cancel()
         assert raised.again
         assert "aborted" in str(raised)
         assert stream.reply.finish_reason is None
         assert 0 < len(stream.reply.sampled_ids) == len(stream.reply.logprobs or ())
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(abort)
+            tasks.start_soon(abort, lambda: True)
             raised = await failure(engine.complete(ask("LONG"), "msg_2"))
+            tasks.cancel_scope.cancel()
         assert raised.again
 
 

@@ -201,7 +201,7 @@ async def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> 
         await send({"type": "http.response.body", "body": b"the end"})
         ended.set()
 
-    async with ModelListener(says_much, "127.0.0.1", 0, stall_seconds=0.4) as listener:
+    async with ModelListener(says_much, "127.0.0.1", 0, stall_seconds=1.0) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.sleep(0.2)

@@ -6,10 +6,9 @@ import re
 import time
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,11 @@ class Bench:
             return response.status, json.loads(text) if whole else text
 
     @asynccontextmanager
-    async def asking(self, path: str, body: Any) -> AsyncIterator[Asked]:
+    async def asking(self, path: str, body: Any, **options: Any) -> AsyncIterator[Asked]:
         asked = Asked()
 
         async def ask() -> None:
-            asked.status, asked.answer = await self.ask(path, body)
+            asked.status, asked.answer = await self.ask(path, body, **options)
 
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
@@ -245,13 +244,13 @@ async def test_turns_of_a_session_extend_each_other(tmp_path: Path) -> None:
 
 
 async def test_the_intent_is_in_the_journal_while_the_engine_works(tmp_path: Path) -> None:
-    async with (
-        bench(tmp_path, faults=[Fault(delay=0.2)]) as b,
-        b.asking("/v1/chat/completions", b.chat()),
-    ):
-        await until(lambda: len(b.engine.calls) == 1)
-        kinds = [type(record) for record in read_journal(b.journal).records[1:]]
-        assert kinds == [Intent]
+    async with bench(tmp_path) as b:
+        b.engine.hold()
+        async with b.asking("/v1/chat/completions", b.chat()):
+            await until(lambda: len(b.engine.calls) == 1)
+            kinds = [type(record) for record in read_journal(b.journal).records[1:]]
+            assert kinds == [Intent]
+            b.engine.release()
 
 
 async def test_a_whole_answer_leaves_after_its_record(tmp_path: Path) -> None:
@@ -298,13 +297,14 @@ async def test_a_tool_call_ends_only_after_its_tokens_are_in_the_journal(
 
 
 async def test_text_flows_while_the_model_still_speaks(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.01) as b:
+    async with bench(tmp_path) as b:
+        b.engine.hold(after=8)
         async with b.post("/v1/chat/completions", b.chat(stream=True)) as response:
             async for line in response.content:
                 if b'"content"' in line or b'"reasoning_content"' in line:
                     break
             assert b.completions == []
-            assert not b.engine.calls[0].finished
+            b.engine.release()
             await response.read()
         await until(lambda: len(b.completions) == 1)
 
@@ -361,13 +361,14 @@ async def test_a_sealed_session_refuses_in_a_way_that_is_not_asked_again(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_seal_cancels_what_is_in_flight_at_once(tmp_path: Path, stream: bool) -> None:
-    async with bench(tmp_path, token_delay=0.05, retry_grace_seconds=60.0) as b:
+    async with bench(tmp_path, retry_grace_seconds=60.0) as b:
+        b.engine.hold(after=4)
         async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
-            await until(lambda: len(b.engine.calls) == 1)
-            await asyncio.sleep(0.12)
+            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 4)
+            await loop_turns()
             began = time.monotonic()
             b.session.seal()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 30, "the grace of a harness that left is not for the seal"
         assert "this session has ended" in str(asked.answer)
         assert asked.status == (200 if stream else 400)
         assert b.session.calls == set()
@@ -617,8 +618,13 @@ async def test_an_error_in_mid_stream_is_said_in_band_and_what_came_before_is_co
     tmp_path: Path, dialect: str
 ) -> None:
     path, body = CALLS[dialect]
-    async with bench(tmp_path, token_delay=0.01, faults=[Fault(error_after=5)]) as b:
-        status, text = await b.ask(path, {"model": "m", "stream": True, **body})
+    async with bench(tmp_path, faults=[Fault(error_after=5)]) as b:
+        b.engine.hold(after=5)
+        async with b.asking(path, {"model": "m", "stream": True, **body}) as asked:
+            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 5)
+            await loop_turns()
+            b.engine.release()
+        status, text = asked.status, asked.answer
         assert status == 200
         assert '"error"' in text
         assert '"finish_reason":"stop"' not in text
@@ -646,9 +652,13 @@ async def test_an_aborted_generation_is_not_recorded(tmp_path: Path) -> None:
 
 
 async def test_what_was_handed_on_of_an_aborted_generation_is_counted(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.01, faults=[Fault(abort_after=5)]) as b:
-        _, answer = await b.ask("/v1/chat/completions", b.chat(stream=True))
-        assert "aborted the generation" in answer
+    async with bench(tmp_path, faults=[Fault(abort_after=5)]) as b:
+        b.engine.hold(after=4)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)) as asked:
+            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 4)
+            await loop_turns()
+            b.engine.release()
+        assert "aborted the generation" in asked.answer
         [broken] = b.completions
         assert len(broken.sampled_ids) == 5
         assert (broken.finish_reason, broken.delivered) == (None, False)
@@ -729,34 +739,35 @@ async def test_headers_leave_before_the_engine_speaks_and_silence_is_filled(
     tmp_path: Path, dialect: str
 ) -> None:
     path, body = CALLS[dialect]
-    faults = [Fault(delay=0.6)]
-    async with bench(
-        tmp_path, faults=faults, header_delay_seconds=0.1, keep_alive_seconds=0.1
-    ) as b:
+    async with bench(tmp_path, header_delay_seconds=0.1, keep_alive_seconds=0.1) as b:
+        b.engine.hold()
         began = time.monotonic()
         async with b.post(path, {"model": "m", "stream": True, **body}) as response:
-            assert 0.05 < time.monotonic() - began < 0.5
-            times = [time.monotonic() - began async for _ in response.content.iter_any()]
+            for _ in range(3):
+                assert await response.content.readany()
+            assert time.monotonic() - began > 0.2
+            b.engine.release()
+            await response.read()
         assert len(b.completions) == 1
-    before = [at for at in times if at < 0.55]
-    assert len(before) >= 3
-    assert all(later - earlier < 0.4 for earlier, later in pairwise(before))
 
 
 async def test_what_fails_after_the_headers_is_said_in_band(tmp_path: Path) -> None:
-    faults = [Fault(delay=0.2, status=500, times=99)]
+    faults = [Fault(status=500, times=99)]
     async with bench(
         tmp_path, faults=faults, header_delay_seconds=0.05, engine_patience_seconds=0.1
     ) as b:
-        status, text = await b.ask("/v1/chat/completions", b.chat(stream=True))
-    assert status == 200
+        b.engine.hold()
+        async with b.post("/v1/chat/completions", b.chat(stream=True)) as response:
+            b.engine.release()
+            text = await response.text()
+    assert response.status == 200
     assert "the engine failed" in text
 
 
 async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> None:
     path, body = CALLS["anthropic"]
     async with bench(
-        tmp_path, token_delay=0.02, header_delay_seconds=0.1, keep_alive_seconds=0.3
+        tmp_path, token_delay=0.06, header_delay_seconds=0.1, keep_alive_seconds=1.0
     ) as b:
         _, text = await b.ask(path, {"model": "m", "stream": True, **body})
     assert "event: ping" not in text.split("content_block_delta", 1)[1]
@@ -765,26 +776,34 @@ async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> Non
 # ---- a harness that goes away ----
 
 
+async def loop_turns() -> None:
+    """Let what was sent within this process arrive and be taken up."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def leave(
-    b: Bench,
-    body: dict[str, Any],
-    *,
-    once: Callable[[], Awaitable[None]],
-    path: str = "/v1/chat/completions",
+    b: Bench, body: dict[str, Any], *, path: str = "/v1/chat/completions", after: int = 4
 ) -> None:
-    """Ask over a connection of our own, and reset it when `once` has returned."""
+    """Ask over a connection of our own, and reset it. The engine, which says everything it is asked
+    for the first time, is then held `after` the first tokens of its answers."""
+    b.engine.hold(after)
     data = json.dumps(body).encode()
     writer = await sending(b, path, data, len(data))
-    await once()
+    said = after if body.get("stream") else 0
+    await until(lambda: bool(b.engine.calls) and b.engine.calls[-1].sent_tokens >= said)
+    await loop_turns()
     writer.transport.abort()
+    await loop_turns()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
     tmp_path: Path, stream: bool
 ) -> None:
-    async with bench(tmp_path, token_delay=0.01, retry_grace_seconds=30.0) as b:
-        await leave(b, b.chat(stream=stream), once=lambda: until(lambda: len(b.engine.calls) == 1))
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat(stream=stream))
+        b.engine.release()
         await until(lambda: len(b.completions) == 1)
         await until(lambda: not b.session.calls)
         [completion] = b.completions
@@ -795,25 +814,24 @@ async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
 
 
 async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.1, retry_grace_seconds=0.3) as b:
-        await leave(b, b.chat(stream=True), once=lambda: until(lambda: len(b.engine.calls) == 1))
-        await asyncio.sleep(0.15)
-        assert len(b.session.calls) == 1
+    async with bench(tmp_path, retry_grace_seconds=0.3) as b:
+        began = time.monotonic()
+        await leave(b, b.chat(stream=True))
         await until(lambda: not b.session.calls)
+        assert time.monotonic() - began >= 0.3
         [completion] = b.completions
         assert not completion.delivered
         assert completion.finish_reason is None
-        sampled = list(completion.sampled_ids)
-        assert len(sampled) > 0
-        assert sampled == b.engine.calls[0].token_ids[: len(sampled)]
-        assert len(completion.logprobs or ()) == len(sampled)
-        await asyncio.sleep(0.2)
+        assert list(completion.sampled_ids) == b.engine.calls[0].token_ids[:4]
+        assert len(completion.logprobs or ()) == 4
+        b.engine.release()
+        await loop_turns()
         assert not b.engine.calls[0].finished
 
 
 async def test_a_whole_call_that_is_given_up_is_no_completion(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.2, retry_grace_seconds=0.05) as b:
-        await leave(b, b.chat(), once=lambda: until(lambda: len(b.engine.calls) == 1))
+    async with bench(tmp_path, retry_grace_seconds=0.05) as b:
+        await leave(b, b.chat())
         await until(
             lambda: b.session.capture.completion_session([]).findings != ["call_unfinished"]
         )
@@ -837,11 +855,13 @@ async def test_a_harness_that_leaves_in_mid_request_leaves_nothing(tmp_path: Pat
 
 
 async def test_a_session_may_have_many_calls_but_not_any_number(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.02, max_calls=2) as b:
+    async with bench(tmp_path, max_calls=2) as b:
+        b.engine.hold()
         asking = partial(b.asking, "/v1/chat/completions", b.chat())
         async with asking() as first, asking() as second:
             await until(lambda: len(b.session.calls) == 2)
             status, answer = await b.ask("/v1/chat/completions", b.chat())
+            b.engine.release()
         assert status == 429
         assert "2 model calls in flight" in answer["error"]["message"]
         assert (first.status, second.status) == (200, 200)
@@ -875,7 +895,9 @@ async def test_unfinished_bodies_of_a_session_are_bounded_together(tmp_path: Pat
     path = "/v1/chat/completions"
     async with bench(tmp_path, max_unread_bytes=250_000) as b:
         writer = await sending(b, path, b"x" * 200_000, 300_000)
+        await until(lambda: len(b.session.calls) == 1)
         await asyncio.sleep(0.1)
+        await loop_turns()
         status, answer = await b.ask(path, b"x" * 1_000_000)
         assert status == 429
         assert "more than 250000 bytes at once" in answer["error"]["message"]
@@ -897,12 +919,13 @@ async def test_the_seal_ends_a_request_that_is_still_coming(tmp_path: Path) -> N
 async def test_a_harness_that_sent_its_next_request_and_left_has_not_got_its_answer(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=0.1) as b:
+    async with bench(tmp_path, retry_grace_seconds=0.1) as b:
+        b.engine.hold(after=4)
         data = json.dumps(b.chat(stream=True)).encode()
         writer = await sending(b, "/v1/chat/completions", data, len(data))
         await until(lambda: len(b.engine.calls) == 1)
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n\r\n")
-        await asyncio.sleep(0.1)
+        await loop_turns()
         writer.transport.abort()
         await until(lambda: not b.session.calls)
         assert not b.engine.calls[0].finished
@@ -931,22 +954,25 @@ async def test_the_proxy_needs_no_listener_of_ours(tmp_path: Path) -> None:
 async def test_a_harness_that_lost_its_connection_joins_the_answer_on_its_way(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=30.0) as b:
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
         body = b.chat(stream=True)
-        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
-        await asyncio.sleep(0.1)
-        status, text = await b.ask("/v1/chat/completions", body)
-        assert status == 200
-        assert said_in(text) == said_by(b.engine)
+        await leave(b, body)
+        async with b.asking("/v1/chat/completions", body) as asked:
+            await until(lambda: len(b.session.calls) == 2)
+            await loop_turns()
+            b.engine.release()
+        assert asked.status == 200
+        assert said_in(asked.answer) == said_by(b.engine)
         [completion] = b.completions
         assert (completion.delivered, completion.delivered_tokens) == (True, None)
         assert b.engine.total_calls == 1
 
 
 async def test_an_answer_that_nobody_received_is_given_to_who_asks_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
         body = b.chat(stream=True)
-        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
+        await leave(b, body)
+        b.engine.release()
         await until(lambda: not b.session.calls)
         assert not b.completions[0].delivered
         _, text = await b.ask("/v1/chat/completions", body)
@@ -966,10 +992,10 @@ async def test_the_second_time_may_be_whole_where_the_first_was_streamed_and_the
     tmp_path: Path, first: bool
 ) -> None:
     path, body = "/v1/messages", {**CALLS["anthropic"][1], "model": "m"}
-    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
         one = {**body, "stream": first}
-        await leave(b, one, path=path, once=lambda: until(lambda: len(b.engine.calls) == 1))
-        await asyncio.sleep(0.03)
+        await leave(b, one, path=path)
+        b.engine.release()
         _, answer = await b.ask(path, {**body, "stream": not first, "max_tokens": 64_000})
         said = said_by(b.engine)
         assert b.engine.total_calls == 1
@@ -986,11 +1012,13 @@ async def test_the_second_time_may_be_whole_where_the_first_was_streamed_and_the
 async def test_an_identical_call_while_the_first_is_listened_to_is_a_sample_of_its_own(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.02) as b:
-        async with b.asking("/v1/chat/completions", b.chat()) as first:
-            await until(lambda: len(b.engine.calls) == 1)
-            second = await b.ask("/v1/chat/completions", b.chat())
-        assert (first.status, second[0]) == (200, 200)
+    async with bench(tmp_path) as b:
+        b.engine.hold()
+        asking = partial(b.asking, "/v1/chat/completions", b.chat())
+        async with asking() as first, asking() as second:
+            await until(lambda: len(b.engine.calls) == 2)
+            b.engine.release()
+        assert (first.status, second.status) == (200, 200)
         assert b.engine.total_calls == 2
         assert [c.delivered for c in b.completions] == [True, True]
 
@@ -998,12 +1026,14 @@ async def test_an_identical_call_while_the_first_is_listened_to_is_a_sample_of_i
 async def test_a_call_marked_as_a_retry_joins_even_where_the_first_seems_to_be_heard(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.02) as b:
-        async with b.asking("/v1/chat/completions", b.chat()) as first:
-            await until(lambda: len(b.engine.calls) == 1)
-            marked = {"x-stainless-retry-count": "1"}
-            second = await b.ask("/v1/chat/completions", b.chat(), headers=marked)
-        assert second == (200, first.answer)
+    async with bench(tmp_path) as b:
+        b.engine.hold()
+        asking = partial(b.asking, "/v1/chat/completions", b.chat())
+        async with asking() as first, asking(headers={"x-stainless-retry-count": "1"}) as second:
+            await until(lambda: len(b.session.calls) == 2)
+            await loop_turns()
+            b.engine.release()
+        assert (second.status, second.answer) == (200, first.answer)
         assert b.engine.total_calls == 1
 
 
@@ -1017,34 +1047,35 @@ async def test_a_mark_does_not_bring_back_an_answer_that_was_received(tmp_path: 
 async def test_calls_of_different_conversations_are_never_taken_for_each_other(
     tmp_path: Path,
 ) -> None:
-    async with bench(tmp_path, token_delay=0.005, retry_grace_seconds=30.0) as b:
-        await leave(b, b.chat(), once=lambda: until(lambda: len(b.engine.calls) == 1))
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat())
+        b.engine.release()
         await until(lambda: not b.session.calls)
         await b.ask("/v1/chat/completions", b.chat(), headers={"thread-id": "other"})
         assert b.engine.total_calls == 2
 
 
 async def test_how_much_of_a_broken_answer_was_handed_on_is_recorded(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.02, retry_grace_seconds=0.1) as b:
-        body = json.dumps(b.chat(stream=True)).encode()
-        writer = await sending(b, "/v1/chat/completions", body, len(body))
-        await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens >= 6)
-        writer.transport.abort()
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat(stream=True), after=6)
+        b.engine.release()
         await until(lambda: not b.session.calls)
         [completion] = b.completions
         assert not completion.delivered
         assert completion.delivered_tokens is not None
-        assert 4 <= completion.delivered_tokens < len(completion.sampled_ids)
+        assert 4 <= completion.delivered_tokens <= 6 < len(completion.sampled_ids)
 
 
 async def test_the_grace_counts_from_when_the_last_one_left(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.1, retry_grace_seconds=0.6) as b:
+    async with bench(tmp_path, retry_grace_seconds=1.5) as b:
         body = b.chat(stream=True)
-        await leave(b, body, once=lambda: until(lambda: len(b.engine.calls) == 1))
-        await leave(b, body, once=lambda: asyncio.sleep(0.4))
-        await asyncio.sleep(0.4)
-        # 0.8 s after the first one left, and 0.4 after the second.
+        await leave(b, body)
+        await asyncio.sleep(0.8)
+        await leave(b, body)
+        await asyncio.sleep(0.8)
+        # 1.6 s after the first one left, and 0.8 after the second.
         assert b.session.calls
+        b.engine.release()
         _, text = await b.ask("/v1/chat/completions", body)
         assert said_in(text) == said_by(b.engine)
         assert b.engine.total_calls == 1
@@ -1091,12 +1122,16 @@ class Stuck:
 
 
 async def test_one_who_joined_and_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.02) as b, anyio.create_task_group() as group:
+    async with bench(tmp_path) as b, anyio.create_task_group() as group:
+        b.engine.hold(after=4)
         body = b.chat(stream=True)
         async with b.asking("/v1/chat/completions", body) as first:
             await until(lambda: len(b.engine.calls) == 1)
             for takes in (0, 1, 3):
                 group.start_soon(Stuck(b, body, takes=takes, marked=True).ask)
+            await until(lambda: len(b.session.calls) == 4)
+            await loop_turns()
+            b.engine.release()
         assert said_in(first.answer) == said_by(b.engine)
         assert b.engine.total_calls == 1
         [completion] = b.completions
@@ -1122,11 +1157,13 @@ async def test_an_answer_that_the_seal_cuts_off_was_not_received(
 
 
 async def test_who_wants_the_whole_got_nothing_of_an_answer_that_broke_off(tmp_path: Path) -> None:
-    async with bench(tmp_path, token_delay=0.05, retry_grace_seconds=30.0) as b:
-        await leave(b, b.chat(stream=True), once=lambda: until(lambda: len(b.engine.calls) == 1))
-        await asyncio.sleep(0.05)
+    async with bench(tmp_path, retry_grace_seconds=30.0) as b:
+        await leave(b, b.chat(stream=True))
         async with b.asking("/v1/chat/completions", b.chat()):
-            await until(lambda: b.engine.calls[0].sent_tokens > 10)
+            await until(lambda: len(b.session.calls) == 2)
+            b.engine.hold(after=12)
+            await until(lambda: b.engine.calls[0].sent_tokens == 12)
+            await loop_turns()
             b.session.seal()
         [completion] = b.completions
         assert len(completion.sampled_ids) > 8
@@ -1375,24 +1412,27 @@ async def test_an_overflow_that_nothing_follows_is_what_the_session_failed_of(
 
 
 async def test_a_whole_answer_that_takes_long_begins_with_signs_of_life(tmp_path: Path) -> None:
-    faults = [Fault(delay=0.5)]
-    async with (
-        bench(tmp_path, faults=faults, header_delay_seconds=0.1, keep_alive_seconds=0.1) as b,
-        b.post("/v1/chat/completions", b.chat()) as response,
-    ):
-        assert b.completions == []
-        text = await response.text()
+    async with bench(tmp_path, header_delay_seconds=0.1, keep_alive_seconds=0.1) as b:
+        b.engine.hold()
+        async with b.post("/v1/chat/completions", b.chat()) as response:
+            signs = await response.content.readexactly(2)
+            assert b.completions == []
+            b.engine.release()
+            text = (signs + await response.read()).decode()
         assert text.startswith("  ")
         assert json.loads(text)["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_a_whole_answer_that_fails_after_its_headers_breaks_off(tmp_path: Path) -> None:
-    faults = [Fault(delay=0.2, status=500, times=99)]
+    faults = [Fault(status=500, times=99)]
     async with bench(
         tmp_path, faults=faults, header_delay_seconds=0.05, engine_patience_seconds=0.1
     ) as b:
-        with pytest.raises(aiohttp.ClientPayloadError):
-            await b.ask("/v1/chat/completions", b.chat())
+        b.engine.hold()
+        async with b.post("/v1/chat/completions", b.chat()) as response:
+            b.engine.release()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
 
 
 @pytest.mark.parametrize("dialect", CALLS)

@@ -41,7 +41,7 @@ async def test_a_killed_gateway_reports_what_its_journal_holds(tmp_path: Path) -
         return Response()
 
     results = Starlette(routes=[Route("/results", take, methods=["POST"])])
-    slow = script("First." + call("true"), "Then." + call("sleep 5"), "Never.")
+    slow = script("First." + call("true"), "Then." + call(f"touch {tmp_path}/second-turn; sleep 5"), "Never.")
     async with ScriptedEngine(slow) as engine, serve(results) as url:
         command = [sys.executable, "-c", NODE, engine.url, str(tmp_path), TOKEN]
         async with await anyio.open_process(command, stderr=None) as process:
@@ -52,9 +52,8 @@ async def test_a_killed_gateway_reports_what_its_journal_holds(tmp_path: Path) -
             async with httpx2.AsyncClient(headers=headers) as http:
                 await http.post(f"{control}/sessions", json=document)
                 with anyio.fail_after(30):
-                    while len(engine.calls) < 4:  # two of the probe, and two turns
+                    while not (tmp_path / "second-turn").exists():
                         await anyio.sleep(0.02)
-                    await anyio.sleep(0.3)
             os.kill(process.pid, signal.SIGKILL)
         async with gateway(tmp_path, engine=ScriptedEngine(slow)):
             with anyio.fail_after(30):

@@ -66,7 +66,7 @@ async def test_refusals_cost_no_attempts(tmp_path: Path):
 
 async def test_a_dispatch_that_timed_out_is_repeated_with_the_same_attempt(tmp_path: Path):
     async with (
-        polar(tmp_path, dispatch_timeout_seconds=0.2) as server,
+        polar(tmp_path, dispatch_timeout_seconds=1.0) as server,
         node(server, kind=NodeThatTimesOutOnce) as slow,
         node(server, "idle", places=3) as idle,
     ):

@@ -86,7 +86,7 @@ async def test_a_receiver_that_says_gone_is_left_alone(tmp_path: Path):
 
 async def test_a_callback_is_given_up_in_the_end(tmp_path: Path):
     async with (
-        polar(tmp_path, callback_give_up_seconds=0.1) as server,
+        polar(tmp_path, callback_give_up_seconds=1.0) as server,
         node(server, kind=NodeThatReports),
         trainer(*[500] * 100) as receiver,
     ):

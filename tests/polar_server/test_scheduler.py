@@ -179,7 +179,7 @@ async def test_at_the_limit_a_lost_session_ends_and_a_late_result_still_replaces
 async def test_a_restarted_node_that_does_not_find_its_session_again_loses_it(tmp_path: Path):
     async with (
         polar(tmp_path) as server,
-        node(server, heartbeat_interval_seconds=0.2) as gateway,
+        node(server, heartbeat_interval_seconds=1.0) as gateway,
         anyio.create_task_group() as group,
     ):
 
@@ -195,7 +195,7 @@ async def test_a_restarted_node_that_does_not_find_its_session_again_loses_it(tm
         group.start_soon(beat)
         await server.submit(task(num_samples=2))
         await gateway.has(2)
-        await gateway.register(heartbeat_interval_seconds=0.2)  # crashed and came back with one
+        await gateway.register(heartbeat_interval_seconds=1.0)  # crashed and came back with one
         await until(lambda: len(gateway.taken) >= 3)
         assert gateway.taken[2].session_id == gateway.taken[0].session_id
         assert len(gateway.taken) == 3
@@ -256,7 +256,7 @@ async def test_a_given_up_attempt_that_its_node_cancelled_does_not_end_the_sessi
 
 
 async def test_a_lost_attempt_that_is_heard_of_again_costs_no_attempt(tmp_path: Path):
-    async with polar(tmp_path) as server, node(server, heartbeat_interval_seconds=0.2) as gateway:
+    async with polar(tmp_path) as server, node(server, heartbeat_interval_seconds=0.5) as gateway:
         await server.submit(task())
         (back,) = await gateway.has(1)
         await waits(server)
@@ -279,7 +279,7 @@ async def keep_naming(gateway: FakeNode) -> None:
 async def test_a_node_that_no_longer_has_a_session_loses_it_and_no_other(tmp_path: Path):
     async with (
         polar(tmp_path) as server,
-        node(server, places=3, heartbeat_interval_seconds=0.2) as gateway,
+        node(server, places=3, heartbeat_interval_seconds=1.0) as gateway,
         anyio.create_task_group() as group,
     ):
 
@@ -291,7 +291,7 @@ async def test_a_node_that_no_longer_has_a_session_loses_it_and_no_other(tmp_pat
         group.start_soon(beat)
         await server.submit(task(num_samples=2))
         await until(lambda: len(gateway.taken) == 3)
-        await anyio.sleep(0.6)
+        await anyio.sleep(0.5)
         assert [d.session_id for d in gateway.taken[2:]] == [gateway.taken[0].session_id]
         group.cancel_scope.cancel()
 

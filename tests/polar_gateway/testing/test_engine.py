@@ -401,17 +401,34 @@ async def test_tokens_come_at_the_pace_that_was_set(client: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 6
 
 
+async def test_a_held_engine_says_so_many_tokens_and_no_more_until_it_is_released(
+    client: Client,
+) -> None:
+    client.engine.hold(after=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.whole)
+        with anyio.fail_after(5):
+            while not client.engine.calls or client.engine.calls[0].sent_tokens < 2:
+                await anyio.sleep(0.01)
+        [call] = client.engine.calls
+        client.engine.hold(after=3)
+        await anyio.wait_all_tasks_blocked()
+        assert (call.sent_tokens, call.finished) == (3, False)
+        client.engine.release()
+    assert call.finished
+
+
 async def test_an_answer_stops_when_its_client_goes(client: Client) -> None:
-    client.engine.faults = [Fault(token_delay=0.02)]
+    client.engine.hold(after=3)
     body = {**ASK, "stream": True}
     async with client.http.stream("POST", "/v1/chat/completions", json=body) as reply:
         async for _ in reply.aiter_lines():
             break
-    await anyio.sleep(0.1)
     [call] = client.engine.calls
-    sent = call.sent_tokens
     await anyio.sleep(0.1)
-    assert call.sent_tokens == sent < len(call.token_ids)
+    client.engine.release()
+    await anyio.sleep(0.1)
+    assert call.sent_tokens <= 3 < len(call.token_ids)
     assert not call.finished
 
 
