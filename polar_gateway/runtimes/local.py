@@ -124,6 +124,7 @@ class LocalRuntime(Runtime):
             name: request.scratch_dir.absolute() / name for name in ("session", "home", "tmp")
         }
         self._supervised: list[Supervised] = []
+        self._cancels = 0
         self._shell = shutil.which("bash") or "/bin/sh"
 
     async def start(self) -> None:
@@ -174,8 +175,11 @@ class LocalRuntime(Runtime):
         environment = {**self._environment(), **self.request.spec.env, **(env or {})}
         where = self.inside(cwd) if cwd else self._workdir
         await self._forget_ended()
+        cancels = self._cancels
         supervised = await self._spawn(command, where, environment, reads=stdin is not None)
         try:
+            if self._cancels != cancels:  # while it was being started
+                await self._kill([supervised])
             return await self._run(supervised, stdin, timeout, output)
         except ExceptionGroup as group:
             # Only a callback of the caller's fails in there.
@@ -306,6 +310,7 @@ class LocalRuntime(Runtime):
         await anyio.to_thread.run_sync(_write, Path(self.inside(path)), content, mode)
 
     async def cancel(self) -> None:
+        self._cancels += 1
         await self._kill(self._supervised)
         await self._forget_ended()
 

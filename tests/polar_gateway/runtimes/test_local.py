@@ -6,7 +6,7 @@ import anyio
 import psutil
 import pytest
 
-from polar_gateway.runtimes.base import PackMount
+from polar_gateway.runtimes.base import PackMount, Runtime
 from polar_gateway.runtimes.local import LocalRuntime
 from tests.polar_gateway.runtimes.conftest import OpenPlace, alive, until
 
@@ -92,6 +92,25 @@ async def test_a_tree_that_keeps_forking_is_killed(open_place: OpenPlace, token:
         f"(while :; do setsid sh -c 'sleep {token}' & sleep 0.01; done) & sleep 1", timeout=0.4
     )
     await until(lambda: not alive(token), 2)
+
+
+async def test_cancel_ends_a_command_that_is_still_being_started(
+    place: Runtime, token: str
+) -> None:
+    for turns in range(1, 40, 3):
+        codes: list[int] = []
+
+        async def run(codes: list[int] = codes) -> None:
+            codes.append((await place.exec(f"sleep {token}")).return_code)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                for _ in range(turns):
+                    await anyio.lowlevel.checkpoint()
+                await place.cancel()
+        assert codes == [137]
+    assert not alive(token)
 
 
 STOPS_ITS_SUPERVISOR = "(setsid sleep {t} &); kill -STOP $PPID; sleep {t}"
