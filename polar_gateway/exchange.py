@@ -64,6 +64,10 @@ class Exchange:
         self.last_write = 0.0
         """On the monotonic clock."""
 
+    def identify(self, dialect: Dialect, request_id: str) -> None:
+        """Name the request in the answer's headers, as its provider does."""
+        self.headers.append((dialect.request_id_header.encode(), request_id.encode()))
+
     async def body(self, limit: int, take: Callable[[int], None]) -> bytes:
         """The whole request body; `take` hears of its pieces. Raises RefusedError past `limit`."""
         message = await self._receive()

@@ -110,7 +110,7 @@ class Listener:
         if request.stream:
             self._streamer = dialect.streamer(request, completion_id, created)
         self._opened = False
-        exchange.headers.append((dialect.request_id_header.encode(), completion_id.encode()))
+        exchange.identify(dialect, completion_id)
 
     def _opening(self, prompt_tokens: int) -> bytes:
         """What a streamed answer begins with; empty from the second time on."""

@@ -92,7 +92,6 @@ class Proxy:
         self._model_served = model_served
         self._max_model_len = max_model_len
         self._config = config or ModelCallConfig()
-        self._max_head = self._config.max_header_bytes
         self._intake = Intake(self._config.max_unread_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,8 +104,9 @@ class Proxy:
         route = dialects.route(scope["method"], scope["path"], query, headers)
         dialect = chat if route is None else route.dialect
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_head:
-                refused = headers_too_large(self._max_head)
+            most = self._config.max_header_bytes
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
+                refused = headers_too_large(most)
             elif route is None:
                 message = f"nothing is served at {scope['method']} {scope['path']}"
                 refused = ErrorKind(status=404, code="not_found", message=message)
@@ -127,7 +127,7 @@ class Proxy:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             refused = INTERNAL
-        _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+        exchange.identify(dialect, f"req_{secrets.token_hex(6)}")
         await exchange.refuse(dialect, refused)
 
     def _session(self, headers: Mapping[str, str], query: Mapping[str, str]) -> Session:
@@ -152,7 +152,7 @@ class Proxy:
         """Answer what a session's harness may ask. Raises RefusedError before any answer began."""
         dialect = route.dialect
         if route.kind in ("models", "model", "stored"):
-            _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+            exchange.identify(dialect, f"req_{secrets.token_hex(6)}")
         match route.kind:
             case "models":
                 await exchange.answer(200, dialect.models_body([self._model_served]))
@@ -193,7 +193,7 @@ class Proxy:
         if asking.cancelled_caught:
             raise RefusedError(SEALED)
         if tokens is not None:
-            _identify(exchange, dialect, f"req_{secrets.token_hex(6)}")
+            exchange.identify(dialect, f"req_{secrets.token_hex(6)}")
             await exchange.answer(200, dialect.count_body(tokens))
         else:
             await self._call(exchange, session, dialect, body, request, headers)
@@ -480,11 +480,6 @@ class Sampler:
             self._record.undelivered()
         except CaptureError as error:
             self._failed(error)
-
-
-def _identify(exchange: Exchange, dialect: Dialect, request_id: str) -> None:
-    """Let the answer name the request as this provider's answers do."""
-    exchange.headers.append((dialect.request_id_header.encode(), request_id.encode()))
 
 
 @contextmanager

@@ -323,7 +323,7 @@ class _History:
         if found:
             for each in found:
                 self._found.setdefault(each, None)
-            parts.append(shared.text_part(f"Found, and ready to be called: {', '.join(found)}"))
+            parts.append(shared.text_part(shared.found_text(found)))
         return shared.fold_parts(parts)
 
     def _part(self, block: dict[str, Any], field: str) -> dict[str, Any]:

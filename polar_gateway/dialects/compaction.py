@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from polar_gateway.dialects import responses
-from polar_gateway.dialects.messages import objects
 from polar_gateway.dialects.responses import (
     count_body,
     error_body,
@@ -50,9 +49,7 @@ def match(
 
 
 def normalise(body: dict[str, Any]) -> ModelRequest:
-    given = body.get("input") or []
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = objects(items, "input")
+    items = responses.input_items(body.get("input") or [])
     request = responses.normalise(
         {**body, "input": [*items, {"type": "compaction_trigger"}], "stream": False}
     )

@@ -131,6 +131,11 @@ def document_text(title: str, text: str) -> str:
     return f"{title}\n{text}" if title else text
 
 
+def found_text(names: list[str]) -> str:
+    """What the model reads of a tool search's result; the definitions stand among the tools."""
+    return f"Found, and ready to be called: {', '.join(names)}" if names else "Nothing was found."
+
+
 def decoded_text(media_type: str, encoded: str, field: str) -> str:
     """The text of a file that comes as base64; raises UnsupportedRequestError for other kinds."""
     if not media_type.startswith("text/") and media_type != "application/json":

@@ -120,13 +120,18 @@ def match(
     return None
 
 
+def input_items(given: Any) -> list[dict[str, Any]]:
+    """The items of an `input`, which may be a mere text. Raises UnsupportedRequestError."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return objects(given, "input")
+
+
 def normalise(body: dict[str, Any]) -> ModelRequest:
     """The body with all that it refers to already in its `input`."""
     notes: list[str] = []
     shared.screen(body, FIELDS, REFUSED, notes)
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = objects(items, "input")
+    items = input_items(body.get("input"))
     settings = {field: dict(mapping(body.get(field), field)) for field in ("reasoning", "text")}
     tools = _tools(body, items, notes)
     history = _History(tools, notes)
@@ -265,7 +270,7 @@ class _History:
     def _result(self, item: dict[str, Any], field: str) -> str | list[dict[str, Any]]:
         match item["type"]:
             case "tool_search_output":
-                return self._tools.found_text(item.get("tools"), f"{field}.tools")
+                return self._tools.found(item.get("tools"), f"{field}.tools")
             case "shell_call_output":
                 return shell_text(item.get("output"), f"{field}.output")
             case "apply_patch_call_output":

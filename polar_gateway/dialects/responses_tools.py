@@ -224,8 +224,8 @@ class Tools:
         plain = string(item.get("name"), f"{field}.name")
         return shared.tool_call(call_id, self.engine_name(namespace, plain), arguments)
 
-    def found_text(self, tools: Any, field: str) -> str:
-        """What the model reads of a search's result; the definitions stand among the tools."""
+    def found(self, tools: Any, field: str) -> str:
+        """What the model reads of a search's result, whose tools are `tools`."""
         names = []
         for index, tool in enumerate(objects(tools or [], field)):
             plain = str(tool.get("name") or tool.get("type"))
@@ -234,9 +234,7 @@ class Tools:
                 names += [self.engine_name(plain, str(each.get("name"))) for each in inner]
             else:
                 names.append(self.engine_name("", plain))
-        return (
-            f"Found, and ready to be called: {', '.join(names)}" if names else "Nothing was found."
-        )
+        return shared.found_text(names)
 
     def choose(self, choice: Any) -> Any:
         """The engine's tool choice; tools that may not be called are taken away.

@@ -8,7 +8,7 @@ removes ids and log probabilities from the answer.
 import logging
 import math
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -70,6 +70,7 @@ PROBE_TOOL = {
 """What parsers do to a stream they do only where tools are offered."""
 
 _T = TypeVar("_T")
+_Answered = TypeVar("_Answered", EngineReply, "VllmStream")
 
 
 # What is decoded holds no cycles; hidden from the garbage collector, hundreds of entries a call
@@ -187,13 +188,7 @@ class Vllm:
         self, request: ModelRequest, request_id: str, after: str | None = None
     ) -> EngineReply:
         prompt = PromptReader(self._cache, request_id, after)
-        try:
-            return await self._complete(request, request_id, prompt)
-        except EngineError as error:
-            fitting = await self._fitted(request, error)
-        reply = await self._complete(fitting, request_id, prompt)
-        reply.notes = [_less_output(request, fitting)]
-        return reply
+        return await self._with_room(self._complete, request, request_id, prompt)
 
     async def stream(
         self, request: ModelRequest, request_id: str, after: str | None = None
@@ -202,13 +197,23 @@ class Vllm:
         if not self.stream_ids:
             return WholeAsStream(await self.complete(request, request_id, after))
         prompt = PromptReader(self._cache, request_id, after)
+        return await self._with_room(self._stream, request, request_id, prompt)
+
+    async def _with_room(
+        self,
+        ask: "Callable[[ModelRequest, str, PromptReader], Awaitable[_Answered]]",
+        request: ModelRequest,
+        request_id: str,
+        prompt: "PromptReader",
+    ) -> "_Answered":
+        """What `ask` answers, asked again for less output where there is no room for as much."""
         try:
-            return await self._stream(request, request_id, prompt)
+            return await ask(request, request_id, prompt)
         except EngineError as error:
             fitting = await self._fitted(request, error)
-        stream = await self._stream(fitting, request_id, prompt)
-        stream.notes = [_less_output(request, fitting)]
-        return stream
+        answered = await ask(fitting, request_id, prompt)
+        answered.notes = [_less_output(request, fitting)]
+        return answered
 
     async def _complete(
         self, request: ModelRequest, request_id: str, prompt: "PromptReader"
