@@ -55,6 +55,38 @@ def rule(match: str | list[str], *steps: Step | str, tokens: Spelling = "random"
     return Rule(match=match, steps=list(steps), tokens=tokens)
 
 
+def planting(harness: str) -> Rule:
+    """Three turns, of which the first two plant a bean each."""
+    return rule(
+        "Plant beans",
+        turn(harness, "echo one > beans.txt"),
+        turn(harness, "echo two >> beans.txt"),
+        turn(harness, say="Planted."),
+    )
+
+
+def planting_slowly(harness: str) -> list[Rule]:
+    """The same with much to say in the second turn; whoever asks for the rest of it gets no more."""
+    told = Step(
+        think="Now.",
+        say="I tell it slowly, row after row, and then go on.",
+        calls=[run(harness, "echo two >> beans.txt")],
+    )
+    return [
+        rule(
+            ["Plant beans", "cut off mid-stream|<previous_response_suffix>"],
+            turn(harness, say="That was all."),
+        ),
+        rule(
+            "Plant beans",
+            turn(harness, "echo one > beans.txt"),
+            told,
+            turn(harness, say="Planted."),
+            tokens="canonical",
+        ),
+    ]
+
+
 class Quoting(Script, frozen=True):
     """A script whose lines may quote the prompt: `$[expression]` is the last thing found by it."""
 
@@ -147,6 +179,10 @@ async def live(
 
 def _installed() -> set[str]:
     return {pack.name for pack in npm.installed(npm.default_cache())}
+
+
+def assert_completed(ran: Ran) -> None:
+    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
 
 
 def assert_recorded(ran: Ran) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.driver import CLIS, assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    CLIS,
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 pytestmark = pytest.mark.clis
 
@@ -22,7 +30,7 @@ async def test_a_task_of_three_turns_is_done_and_is_one_chain(tmp_path: Path, ha
         ),
         instruction="Plant beans: write beans.txt.",
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\ntwo\n"
     assert len(ran.completions) == len(ran.calls) == len(ran.wire.requests) == 3
     assert all(one.delivered and one.kind == "turn" for one in ran.completions)

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from polar_gateway.testing.script import Step
 from tests.live.driver import (
     CLIS,
     Ran,
+    assert_completed,
     assert_recorded,
     assert_sampled_once,
     live,
-    rule,
-    run,
-    turn,
+    planting_slowly,
 )
 from tests.live.wire import Cut
 
@@ -52,21 +50,7 @@ async def dropped(folder: Path, harness: str, cut: Cut) -> Ran:
     ran = await live(
         folder,
         harness,
-        rule(
-            ["Plant beans", "cut off mid-stream|<previous_response_suffix>"],
-            turn(harness, say="That was all."),
-        ),
-        rule(
-            "Plant beans",
-            turn(harness, "echo one > beans.txt"),
-            Step(
-                think="Now.",
-                say="I tell it slowly, row after row, and then go on.",
-                calls=[run(harness, "echo two >> beans.txt")],
-            ),
-            turn(harness, say="Planted."),
-            tokens="canonical",
-        ),
+        *planting_slowly(harness),
         instruction="Plant beans.",
         cuts=(cut,),
         token_delay=0.03,
@@ -79,7 +63,7 @@ async def dropped(folder: Path, harness: str, cut: Cut) -> Ran:
 
 def assert_given_again(ran: Ran) -> None:
     """The harness asked four times, the engine thrice, and every answer has arrived."""
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\ntwo\n"
     assert (len(ran.wire.requests), len(ran.calls)) == (4, 3), ran.how
     assert [one.delivered for one in ran.completions] == [True] * 3
@@ -115,7 +99,7 @@ async def test_a_stream_cut_in_its_text_is_asked_for_again_or_gone_on_from(
     if harness in FAILS:
         assert_failed(ran)
     else:
-        assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+        assert_completed(ran)
         assert len(ran.wire.requests) == len(ran.calls) == 3, ran.how
         assert KEEPS[harness] in ran.calls[2].prompt
         assert [one.delivered for one in ran.completions] == [True, False, True]

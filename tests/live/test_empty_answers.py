@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from polar_gateway.testing.script import Step
-from tests.live.driver import CLIS, assert_recorded, live, rule, turn
+from tests.live.driver import CLIS, assert_completed, assert_recorded, live, rule, turn
 
 pytestmark = pytest.mark.clis
 
@@ -44,7 +44,7 @@ async def test_an_answer_without_a_word_is_a_turn_like_any_other(
         instruction="Plant beans.",
     )
     wanted = AFTER_A_TOOL[harness]
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     empty = ran.calls[1:-1] if wanted.nudges else ran.calls[1:]
     assert len(ran.calls) == len(ran.wire.requests) == 1 + wanted.times, ran.how
     assert {len(call.token_ids) for call in empty} == {1}

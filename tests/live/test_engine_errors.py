@@ -7,23 +7,22 @@ import pytest
 
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.testing.engine import Fault
-from polar_gateway.testing.script import Step
 from tests.live.driver import (
     CLIS,
     Ran,
+    assert_completed,
     assert_recorded,
     assert_sampled_once,
     live,
-    rule,
-    run,
-    turn,
+    planting,
+    planting_slowly,
 )
 
 pytestmark = pytest.mark.clis
 
 
 def assert_done(ran: Ran, requests: int) -> None:
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\ntwo\n"
     assert len(ran.wire.requests) == requests, ran.how
     assert [one.delivered for one in ran.completions] == [True] * 3
@@ -36,12 +35,7 @@ async def test_two_500s_are_not_heard_by_the_harness(tmp_path: Path, harness: st
     ran = await live(
         tmp_path,
         harness,
-        rule(
-            "Plant beans",
-            turn(harness, "echo one > beans.txt"),
-            turn(harness, "echo two >> beans.txt"),
-            turn(harness, say="Planted."),
-        ),
+        planting(harness),
         instruction="Plant beans.",
         faults=[Fault(skip=1, times=2, status=500)],
     )
@@ -56,12 +50,7 @@ async def test_errors_that_last_are_told_in_the_form_in_which_the_harness_backs_
     ran = await live(
         tmp_path,
         harness,
-        rule(
-            "Plant beans",
-            turn(harness, "echo one > beans.txt"),
-            turn(harness, "echo two >> beans.txt"),
-            turn(harness, say="Planted."),
-        ),
+        planting(harness),
         instruction="Plant beans.",
         faults=[Fault(skip=1, status=503), Fault(status=500)],
         model_calls=ModelCallConfig(engine_patience_seconds=0),
@@ -97,27 +86,13 @@ async def test_an_engine_that_dies_in_mid_answer_is_told_inside_the_stream(
     ran = await live(
         tmp_path,
         harness,
-        rule(
-            ["Plant beans", "cut off mid-stream|<previous_response_suffix>"],
-            turn(harness, say="That was all."),
-        ),
-        rule(
-            "Plant beans",
-            turn(harness, "echo one > beans.txt"),
-            Step(
-                think="Now.",
-                say="I tell it slowly, row after row, and then go on.",
-                calls=[run(harness, "echo two >> beans.txt")],
-            ),
-            turn(harness, say="Planted."),
-            tokens="canonical",
-        ),
+        *planting_slowly(harness),
         instruction="Plant beans.",
         faults=[Fault(skip=1, disconnect_after=25)],
         token_delay=0.02,
     )
     wanted = BREAKS[harness]
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert len(ran.calls) == len(ran.wire.requests) == (4 if wanted.again else 3), ran.how
     broken, after = ran.completions[1:3]
     assert (broken.delivered, broken.finish_reason) == (False, None)

@@ -8,7 +8,7 @@ import pytest
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.testing.engine import Fault
 from polar_gateway.testing.script import Step
-from tests.live.driver import CLIS, assert_recorded, live, rule, turn
+from tests.live.driver import CLIS, assert_completed, assert_recorded, live, planting, rule
 
 pytestmark = pytest.mark.clis
 
@@ -52,12 +52,7 @@ async def test_an_overflow_inside_a_stream_is_understood_or_ends_the_session_as_
             r"\A(?!.*The functions you may call)",
             Step(say="<state_snapshot>Rows.</state_snapshot>"),
         ),
-        rule(
-            "Plant beans",
-            turn(harness, "echo one > beans.txt"),
-            turn(harness, "echo two >> beans.txt"),
-            turn(harness, say="Planted."),
-        ),
+        planting(harness),
         instruction="Plant beans.",
         faults=[Fault(skip=2, status=400, message=TOO_LONG, delay=1.5)],
         model_calls=ModelCallConfig(header_delay_seconds=0.3),
@@ -70,6 +65,6 @@ async def test_an_overflow_inside_a_stream_is_understood_or_ends_the_session_as_
         assert ran.result.failure is not None
         assert ran.result.failure.code == "context_overflow"
     else:
-        assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+        assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\ntwo\n"
     assert_recorded(ran)

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.driver import CLIS, assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    CLIS,
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 pytestmark = [pytest.mark.clis, pytest.mark.timeout(240)]
 
@@ -23,7 +31,7 @@ async def test_each_of_45_prompts_begins_with_the_one_before_and_its_answer(
         instruction="Sow 45 rows, one at a time.",
         within=200,
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "rows.txt").read_text().split() == [str(n) for n in range(TURNS)]
     assert len(ran.calls) == TURNS + 1
     for before, after in zip(ran.calls, ran.calls[1:], strict=False):

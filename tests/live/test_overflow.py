@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polar_gateway.testing.script import Rule, Step
-from tests.live.driver import CLIS, Ran, assert_recorded, live, rule, turn
+from tests.live.driver import CLIS, Ran, assert_completed, assert_recorded, live, rule, turn
 
 pytestmark = pytest.mark.clis
 
@@ -56,7 +56,7 @@ async def planted(folder: Path, harness: str, window: int, *turns: Outputs, **ch
 
 
 def assert_compacted(ran: Ran) -> None:
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\ntwo\n"
     assert "compaction" in {one.kind for one in ran.completions}
     assert_recorded(ran)

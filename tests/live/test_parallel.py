@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.driver import CLIS, assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    CLIS,
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 pytestmark = pytest.mark.clis
 
@@ -27,7 +35,7 @@ async def test_two_calls_of_one_turn_are_both_run_and_answered_in_their_order(
         ),
         instruction="Sow two rows at once.",
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "left.txt").read_text() == "left\n"
     assert (ran.workdir / "right.txt").read_text() == "right\n"
     first, second = ran.calls

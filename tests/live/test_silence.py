@@ -7,7 +7,16 @@ import pytest
 
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.testing.engine import Fault
-from tests.live.driver import CLIS, Ran, assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    CLIS,
+    Ran,
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 SILENCE = 150.0
 
@@ -36,7 +45,7 @@ async def test_all_clis_wait_through_150_silent_seconds(tmp_path: Path) -> None:
         for harness in CLIS:
             group.start_soon(wait, harness)
     for harness, ran in ended.items():
-        assert (ran.result.status, ran.result.error) == ("COMPLETED", None), (harness, ran.how)
+        assert_completed(ran)
         assert len(ran.wire.requests) == len(ran.calls) == 2, (harness, ran.how)
         assert [one.delivered for one in ran.completions] == [True, True]
         assert ran.completions[1].ended_at - ran.completions[1].started_at > SILENCE
@@ -62,7 +71,7 @@ async def test_signs_of_life_between_all_tokens_change_nothing(
         model_calls=ModelCallConfig(header_delay_seconds=0.05, keep_alive_seconds=0.05),
         token_delay=0.15,
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "beans.txt").read_text() == "one\n"
     assert len(ran.wire.requests) == 2, ran.how
     assert ran.wire.events > 2 * sum(len(call.token_ids) for call in ran.calls)

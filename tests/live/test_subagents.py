@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from polar_gateway.testing.script import ScriptedCall, Step
-from tests.live.driver import assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 pytestmark = pytest.mark.clis
 
@@ -112,7 +119,7 @@ async def test_a_subagents_turns_are_a_chain_of_their_own(tmp_path: Path, harnes
         ),
         instruction="Ask a helper to count.",
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert (ran.workdir / "seeds.txt").read_text() == "nine\n"
     mine = [call for call in ran.calls if "Ask a helper" in call.prompt]
     theirs = [call for call in ran.calls if "Ask a helper" not in call.prompt]

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.driver import CLIS, assert_recorded, assert_sampled_once, live, rule, turn
+from tests.live.driver import (
+    CLIS,
+    assert_completed,
+    assert_recorded,
+    assert_sampled_once,
+    live,
+    rule,
+    turn,
+)
 
 pytestmark = pytest.mark.clis
 
@@ -26,7 +34,7 @@ async def test_earlier_thinking_stands_in_every_later_prompt_as_it_was_sampled(
         ),
         instruction="Think of beans.",
     )
-    assert (ran.result.status, ran.result.error) == ("COMPLETED", None), ran.how
+    assert_completed(ran)
     assert len(ran.calls) == 3
     for number, call in enumerate(ran.calls):
         before = [f"<|im_start|>assistant\n<think>\n{thought}\n</think>" for thought in THOUGHTS]

@@ -7,6 +7,9 @@ import json
 import lzma
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from polar_gateway.dialects import Route, route
 
 FOLDER = Path(__file__).parent
 
@@ -59,3 +62,12 @@ def recordings() -> list[tuple[str, str]]:
     return sorted(
         (path.parent.name, path.name.removesuffix(".json.xz")) for path in FOLDER.glob("*/*.xz")
     )
+
+
+def routed(exchange: Exchange) -> Route:
+    """Where the request goes."""
+    request = exchange.request
+    query = dict(parse_qsl(request["query"] or ""))
+    found = route(request["method"], request["path"], query, request["headers"])
+    assert found is not None
+    return found

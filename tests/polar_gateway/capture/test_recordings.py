@@ -11,18 +11,18 @@ import re
 from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 import msgspec
 import pytest
 
 from builders.records import Completion
 from polar_gateway.capture.session import SessionCapture
-from polar_gateway.dialects import Route, google, route
-from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
+from polar_gateway.dialects import Route, google
+from polar_gateway.dialects.turn import Block, ModelRequest, Text, Usage
 from polar_gateway.engines.base import EngineReply
+from tests.polar_gateway.capture.blocks import blocks_of
 from tests.polar_gateway.dialects.clients import receive_stream
-from tests.recordings import Exchange, load, recordings
+from tests.recordings import Exchange, load, recordings, routed
 
 HISTORY = {"anthropic": "messages", "chat": "messages", "google": "contents", "responses": "input"}
 SIGNED = re.compile(r'"(?:thoughtSignature|signature)": ?"([^"]+)"')
@@ -52,8 +52,8 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
     signatures: dict[str, str] = {}
     found: list[Echo] = []
     for exchange in load(harness, scenario):
-        routed, body = received(exchange, signatures)
-        request = routed.dialect.normalise(body)
+        asked, body = received(exchange, signatures)
+        request = asked.dialect.normalise(body)
         if loss == "reasoning":
             for message in request.messages:
                 message.pop("reasoning_content", None)
@@ -73,7 +73,7 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
                 )
         completion_id = f"msg_{exchange.number:012x}"
         call = capture.open(
-            restored, completion_id=completion_id, dialect=routed.dialect.name, headers={}
+            restored, completion_id=completion_id, dialect=asked.dialect.name, headers={}
         )
         sse = exchange.response.get("sse")
         if sse is None:
@@ -85,31 +85,30 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
             call.undelivered()
             continue
         encoded = base64.b64encode(completion_id.encode()).decode()
-        ours = encoded if routed.dialect is google else completion_id
+        ours = encoded if asked.dialect is google else completion_id
         signatures |= dict.fromkeys(SIGNED.findall(sse), ours)
-        answers.append(call.close(reply(answered(routed, body, sse)), {}))
+        answers.append(call.close(reply(answered(asked, body, sse)), {}))
     return found
 
 
 def received(exchange: Exchange, signatures: dict[str, str]) -> tuple[Route, dict[str, Any]]:
-    request = exchange.request
-    query = dict(parse_qsl(request.get("query") or ""))
-    routed = route(request["method"], request["path"], query, request["headers"])
-    assert routed is not None
-    text = json.dumps(request["body"])
+    found = routed(exchange)
+    text = json.dumps(exchange.request["body"])
     for theirs, ours in signatures.items():
         text = text.replace(theirs, ours)
-    return routed, {**json.loads(text), **routed.fields}
+    return found, {**json.loads(text), **found.fields}
 
 
-def answered(routed: Route, body: dict[str, Any], sse: str) -> list[Block]:
+def answered(asked: Route, body: dict[str, Any], sse: str) -> list[Block]:
     """The recorded answer, read as a history that holds all of it."""
-    field = HISTORY[routed.dialect.name]
-    history = receive_stream(routed.dialect, sse).history
+    field = HISTORY[asked.dialect.name]
+    history = receive_stream(asked.dialect, sse).history
     opening = {"role": "user", "content": "go", "parts": [{"text": "go"}]}
     whole = {**body, field: [opening, *history, opening]}
-    request: ModelRequest = routed.dialect.normalise(whole)
+    request: ModelRequest = asked.dialect.normalise(whole)
     [message] = [each for each in request.messages if each["role"] == "assistant"]
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = respelled(call["function"]["arguments"])
     return blocks_of(message)
 
 
@@ -124,23 +123,11 @@ def reply(blocks: list[Block]) -> EngineReply:
     )
 
 
-def blocks_of(message: dict[str, Any]) -> list[Block]:
-    blocks: list[Block] = []
-    if message.get("reasoning_content"):
-        blocks.append(Reasoning(text=message["reasoning_content"]))
-    if message["content"]:
-        blocks.append(Text(text=message["content"]))
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        blocks.append(Call(id=call["id"], name=function["name"], arguments=respelled(function)))
-    return blocks
-
-
-def respelled(function: dict[str, Any]) -> str:
+def respelled(arguments: str) -> str:
     try:
-        return json.dumps(json.loads(function["arguments"]), indent=1)
+        return json.dumps(json.loads(arguments), indent=1)
     except ValueError:
-        return str(function["arguments"])
+        return arguments
 
 
 LEAST = {

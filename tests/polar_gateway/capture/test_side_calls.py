@@ -2,7 +2,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 import msgspec
 import pytest
@@ -10,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_gateway.capture.side_calls import RULES, TURN, classify
-from polar_gateway.dialects import Route, route
 from polar_gateway.dialects.turn import ModelRequest
 from tests import recordings
-from tests.recordings import Exchange, side_calls
+from tests.recordings import Exchange, routed, side_calls
 
 RECALL_FLOOR = 0.95
 ENOUGH = 5
@@ -31,14 +29,6 @@ class Seen(NamedTuple):
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = self.exchange.request["headers"]
         return headers
-
-
-def routed(exchange: Exchange) -> Route:
-    request = exchange.request
-    query = dict(parse_qsl(request["query"] or ""))
-    found = route(request["method"], request["path"], query, request["headers"])
-    assert found is not None
-    return found
 
 
 @cache

@@ -16,6 +16,7 @@ from polar_gateway.capture.session import OpenCall, SessionCapture
 from polar_gateway.dialects.messages import assistant_message, message_of
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineReply
+from tests.polar_gateway.capture.blocks import blocks_of
 
 Message = dict[str, Any]
 
@@ -407,18 +408,6 @@ def test_a_half_delivered_answer_keeps_the_half_that_the_harness_kept(
     call.undelivered()
     sent = [*GO, assistant_message("I look at it,", "a", []), user("Go on.")]
     assert capture.restored(asked(sent)).messages == sent
-
-
-def blocks_of(message: Message) -> list[Block]:
-    blocks: list[Block] = []
-    if message.get("reasoning_content"):
-        blocks.append(Reasoning(text=message["reasoning_content"]))
-    if message["content"]:
-        blocks.append(Text(text=message["content"]))
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        blocks.append(Call(id=call["id"], name=function["name"], arguments=function["arguments"]))
-    return blocks
 
 
 # ---- over generated conversations ----

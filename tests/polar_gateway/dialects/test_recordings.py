@@ -5,19 +5,16 @@ import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qsl
 
 import pytest
 
 from polar_gateway.dialects import (
     DIALECTS,
-    Route,
     anthropic,
     api_key,
     chat,
     google,
     responses,
-    route,
 )
 from polar_gateway.dialects.messages import message_of
 from polar_gateway.dialects.turn import (
@@ -37,17 +34,9 @@ from tests.polar_gateway.dialects.clients import (
     stream,
     turn,
 )
-from tests.recordings import Exchange, load, recordings
+from tests.recordings import Exchange, load, recordings, routed
 
 SCENARIOS = recordings()
-
-
-def routed(exchange: Exchange) -> Route:
-    request = exchange.request
-    query = dict(parse_qsl(request["query"] or ""))
-    found = route(request["method"], request["path"], query, request["headers"])
-    assert found is not None
-    return found
 
 
 def normalised(exchange: Exchange) -> ModelRequest:
