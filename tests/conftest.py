@@ -9,6 +9,10 @@ if "POLAR_REQUIRE" in os.environ:
     # Where a commit is judged, generated cases are the same each time: it must not fail for a case
     # that the one before it was spared.
     settings.load_profile("ci")
+else:
+    # How long a case takes is the machine's affair.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

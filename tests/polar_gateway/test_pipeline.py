@@ -257,7 +257,7 @@ async def test_a_node_that_is_shut_down_reports_its_sessions_before_it_goes(tmp_
     slow = script("Then." + call("sleep 604"), "Never.")
     async with gateway(tmp_path, slow) as node:
         await node.dispatch()
-        await node.until(lambda: calls_of(node, 1))
+        await node.until(lambda: runs("sleep 604"))
         node.shut_down()
         result = await node.result()
         await node.down.wait()
@@ -350,6 +350,10 @@ async def test_a_result_that_cannot_be_kept_costs_no_other_session_and_waits_for
         assert (await node.run("s2")).status == "COMPLETED"
         assert "s1" not in node.results
     assert [d.session_id for _, d in recovery.unfinished(tmp_path / "attempts")] == ["s1"]
+
+
+async def runs(command: str) -> bool:
+    return bool(await processes(command))
 
 
 async def gone(node: Gateway, session_id: str) -> bool:

@@ -123,7 +123,7 @@ async def test_a_failed_agent_is_not_tried_again(tmp_path: Path):
 async def test_a_lost_nodes_sessions_are_tried_again_elsewhere(tmp_path: Path):
     async with (
         polar(tmp_path) as server,
-        node(server, "dies", places=100, heartbeat_interval_seconds=0.2) as dying,
+        node(server, "dies", places=100, heartbeat_interval_seconds=0.6) as dying,
         node(server, "lives") as living,
     ):
         await server.submit(task())
@@ -141,7 +141,7 @@ async def test_a_lost_nodes_sessions_are_tried_again_elsewhere(tmp_path: Path):
 async def test_a_late_result_of_a_lost_attempt_counts_while_no_other_was_placed(tmp_path: Path):
     async with (
         polar(tmp_path) as server,
-        node(server, heartbeat_interval_seconds=0.2) as gateway,
+        node(server, heartbeat_interval_seconds=0.6) as gateway,
     ):
         await server.submit(task())
         (lost,) = await gateway.has(1)
@@ -155,7 +155,7 @@ async def test_a_late_result_of_a_lost_attempt_counts_while_no_other_was_placed(
 async def test_at_the_limit_a_lost_session_ends_and_a_late_result_still_replaces_that(tmp_path: Path):
     async with (
         polar(tmp_path, retry=1) as server,
-        node(server, places=3, heartbeat_interval_seconds=0.2) as gateway,
+        node(server, places=3, heartbeat_interval_seconds=0.6) as gateway,
     ):
         await server.submit(task(num_samples=4))  # the fourth keeps the task open
         first = (await gateway.has(3))[0]
@@ -256,7 +256,7 @@ async def test_a_given_up_attempt_that_its_node_cancelled_does_not_end_the_sessi
 
 
 async def test_a_lost_attempt_that_is_heard_of_again_costs_no_attempt(tmp_path: Path):
-    async with polar(tmp_path) as server, node(server, heartbeat_interval_seconds=0.5) as gateway:
+    async with polar(tmp_path) as server, node(server, heartbeat_interval_seconds=0.6) as gateway:
         await server.submit(task())
         (back,) = await gateway.has(1)
         await waits(server)
