@@ -778,23 +778,25 @@ async def test_a_stream_that_speaks_needs_no_sign_of_life(tmp_path: Path) -> Non
 
 async def loop_turns() -> None:
     """Let what was sent within this process arrive and be taken up."""
-    for _ in range(100):
-        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0.005)
 
 
 async def leave(
     b: Bench, body: dict[str, Any], *, path: str = "/v1/chat/completions", after: int = 4
 ) -> None:
-    """Ask over a connection of our own, and reset it. The engine, which says everything it is asked
-    for the first time, is then held `after` the first tokens of its answers."""
+    """Ask over a connection of our own and end it, so that the listener has noticed. The engine is
+    held `after` the first tokens of its answers, and has said that many of one that is streamed."""
     b.engine.hold(after)
     data = json.dumps(body).encode()
-    writer = await sending(b, path, data, len(data))
+    reader, writer = await connected(b, path, data, len(data))
     said = after if body.get("stream") else 0
     await until(lambda: bool(b.engine.calls) and b.engine.calls[-1].sent_tokens >= said)
     await loop_turns()
-    writer.transport.abort()
-    await loop_turns()
+    writer.write_eof()
+    while await reader.read(1 << 16):
+        pass
+    writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -869,12 +871,19 @@ async def test_a_session_may_have_many_calls_but_not_any_number(tmp_path: Path) 
 
 async def sending(b: Bench, path: str, sent: bytes, size: int) -> asyncio.StreamWriter:
     """A connection on which a request of `size` bytes has begun, of which `sent` is sent."""
+    _, writer = await connected(b, path, sent, size)
+    return writer
+
+
+async def connected(
+    b: Bench, path: str, sent: bytes, size: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = b.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\ncontent-length: {size}\r\n\r\n"
     writer.write(head.encode() + sent)
     await writer.drain()
-    return writer
+    return reader, writer
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
