@@ -826,6 +826,7 @@ async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_
         assert completion.finish_reason is None
         assert list(completion.sampled_ids) == b.engine.calls[0].token_ids[:4]
         assert len(completion.logprobs or ()) == 4
+        await loop_turns()
         b.engine.release()
         await loop_turns()
         assert not b.engine.calls[0].finished

@@ -139,11 +139,12 @@ async def test_a_dispatch_cut_off_by_a_restart_is_repeated_with_the_same_attempt
 async def test_a_server_killed_between_two_tries_delivers_its_callback_under_the_same_id(
     tmp_path: Path,
 ):
-    async with trainer(500, 500) as receiver:
+    async with trainer(*[500] * 1000) as receiver:
         async with process(tmp_path) as server, node(server) as gateway:
             await server.submit(task(callback_url=receiver.url))
             await server.report(result((await gateway.has(1))[0]))
             await until(lambda: receiver.ids)
+        receiver.statuses.clear()
         async with process(tmp_path):
             await until(lambda: receiver.bodies)
     assert len(set(receiver.ids)) == 1

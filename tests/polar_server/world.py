@@ -274,7 +274,8 @@ class Trainer:
     """A callback receiver that fails as often as it is told to."""
 
     def __init__(self, *statuses: int) -> None:
-        self._statuses = list(statuses)
+        self.statuses = list(statuses)
+        """Of the answers to come; what is beyond them is answered 200."""
         self.url = ""
         self.ids: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -284,7 +285,7 @@ class Trainer:
         self.ids.append(request.headers["webhook-id"])
         body = await request.body()
         assert len(body) == int(request.headers["content-length"])
-        status = self._statuses.pop(0) if self._statuses else 200
+        status = self.statuses.pop(0) if self.statuses else 200
         if status == 200:
             self.bodies.append(msgspec.json.decode(body))
         return Response(status_code=status, headers={"location": "/elsewhere"})
