@@ -782,6 +782,12 @@ async def loop_turns() -> None:
         await asyncio.sleep(0.005)
 
 
+async def all_ended(b: Bench) -> None:
+    """Until no call is in flight, and how each has ended is recorded."""
+    await until(lambda: not b.session.calls)
+    await loop_turns()
+
+
 async def leave(
     b: Bench, body: dict[str, Any], *, path: str = "/v1/chat/completions", after: int = 4
 ) -> None:
@@ -807,7 +813,7 @@ async def test_an_answer_whose_harness_left_is_kept_as_undelivered(
         await leave(b, b.chat(stream=stream))
         b.engine.release()
         await until(lambda: len(b.completions) == 1)
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         [completion] = b.completions
         assert list(completion.sampled_ids) == b.engine.calls[0].token_ids
         assert b.engine.calls[0].finished
@@ -819,7 +825,7 @@ async def test_a_generation_outlives_its_harness_by_the_grace_and_no_longer(tmp_
     async with bench(tmp_path, retry_grace_seconds=0.3) as b:
         began = time.monotonic()
         await leave(b, b.chat(stream=True))
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         assert time.monotonic() - began >= 0.3
         [completion] = b.completions
         assert not completion.delivered
@@ -937,7 +943,7 @@ async def test_a_harness_that_sent_its_next_request_and_left_has_not_got_its_ans
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-api-key: k1\r\n\r\n")
         await loop_turns()
         writer.transport.abort()
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         assert not b.engine.calls[0].finished
         assert [c.delivered for c in b.completions] == [False]
 
@@ -983,7 +989,7 @@ async def test_an_answer_that_nobody_received_is_given_to_who_asks_again(tmp_pat
         body = b.chat(stream=True)
         await leave(b, body)
         b.engine.release()
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         assert not b.completions[0].delivered
         _, text = await b.ask("/v1/chat/completions", body)
         assert said_in(text) == said_by(b.engine)
@@ -1060,7 +1066,7 @@ async def test_calls_of_different_conversations_are_never_taken_for_each_other(
     async with bench(tmp_path, retry_grace_seconds=30.0) as b:
         await leave(b, b.chat())
         b.engine.release()
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         await b.ask("/v1/chat/completions", b.chat(), headers={"thread-id": "other"})
         assert b.engine.total_calls == 2
 
@@ -1069,7 +1075,7 @@ async def test_how_much_of_a_broken_answer_was_handed_on_is_recorded(tmp_path: P
     async with bench(tmp_path, retry_grace_seconds=30.0) as b:
         await leave(b, b.chat(stream=True), after=6)
         b.engine.release()
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         [completion] = b.completions
         assert not completion.delivered
         assert completion.delivered_tokens is not None
@@ -1160,7 +1166,7 @@ async def test_an_answer_that_the_seal_cuts_off_was_not_received(
         group.start_soon(stuck.ask)
         await until(lambda: len(b.completions) == 1)
         b.session.seal()
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         assert [c.delivered for c in b.completions] == [False]
         assert [c.delivered for c in read_session(b.journal).completions] == [False]
         group.cancel_scope.cancel()
@@ -1314,7 +1320,7 @@ async def test_whatever_happens_in_whatever_order_each_turn_is_sampled_told_and_
             with anyio.fail_after(10):
                 while not all(visit.ended for visit in visits):
                     await asyncio.sleep(0.01)
-        await until(lambda: not b.session.calls)
+        await all_ended(b)
         b.session.seal()
         session = b.session.capture.completion_session([])
         said = {completion.completion_id: completion for completion in session.completions}
