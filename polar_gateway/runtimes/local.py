@@ -174,8 +174,8 @@ class LocalRuntime(Runtime):
         output = Output(on_stdout, on_stderr)
         environment = {**self._environment(), **self.request.spec.env, **(env or {})}
         where = self.inside(cwd) if cwd else self._workdir
-        await self._forget_ended()
         cancels = self._cancels
+        await self._forget_ended()
         supervised = await self._spawn(command, where, environment, reads=stdin is not None)
         try:
             if self._cancels != cancels:  # while it was being started
