@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from builders.records import Completion
+from builders.records import Completion, Trace
 from harness_adapters import npm
 from polar_gateway.capture.session import read_session
 from polar_gateway.config import ModelCallConfig
@@ -121,7 +121,7 @@ class Ran(NamedTuple):
     @property
     def how(self) -> str:
         """For messages of assertions."""
-        return f"{self.result.error}\n{self.stdout[-3000:]}\n{self.stderr[-2000:]}"
+        return f"{self.workdir}: {self.result.error}\n{self.stdout[-3000:]}\n{self.stderr[-2000:]}"
 
 
 async def live(
@@ -198,6 +198,20 @@ def assert_recorded(ran: Ran) -> None:
         assert completion.sampled_ids.tolist() == call.token_ids[:count]
         assert completion.logprobs is not None
         assert completion.logprobs.tolist() == pytest.approx(call.logprobs[:count])
+
+
+def assert_extends(later: Call, earlier: Call) -> None:
+    """The later prompt begins with the earlier one and what was sampled for it."""
+    context = earlier.prompt_token_ids + earlier.token_ids
+    assert later.prompt_token_ids[: len(context)] == context
+
+
+def assert_one_chain(ran: Ran) -> Trace:
+    """The session is one trace, in which all that was sampled is trainable."""
+    assert ran.result.trajectory is not None
+    (trace,) = ran.result.trajectory.traces
+    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)
+    return trace
 
 
 def assert_sampled_once(ran: Ran) -> None:

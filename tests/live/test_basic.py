@@ -7,6 +7,7 @@ import pytest
 from tests.live.driver import (
     CLIS,
     assert_completed,
+    assert_one_chain,
     assert_recorded,
     assert_sampled_once,
     live,
@@ -36,6 +37,4 @@ async def test_a_task_of_three_turns_is_done_and_is_one_chain(tmp_path: Path, ha
     assert all(one.delivered and one.kind == "turn" for one in ran.completions)
     assert_recorded(ran)
     assert_sampled_once(ran)
-    assert ran.result.trajectory is not None
-    (trace,) = ran.result.trajectory.traces
-    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)
+    assert_one_chain(ran)

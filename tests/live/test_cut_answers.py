@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from polar_gateway.testing.script import Step
-from tests.live.driver import CLIS, assert_recorded, live, rule, turn
+from tests.live.driver import CLIS, Ran, assert_recorded, live, rule, turn
 
 pytestmark = pytest.mark.clis
 
@@ -52,6 +52,16 @@ hears of no call, since one without its arguments cannot be told in its API; it 
 three times more, and each is a sample of its own."""
 
 
+def assert_ended(ran: Ran, wanted: End) -> None:
+    assert (ran.result.status, len(ran.calls)) == (
+        "ERROR" if wanted.error else "COMPLETED",
+        wanted.calls,
+    ), ran.how
+    assert (wanted.error or "") in (ran.result.error or "")
+    assert all(one.delivered for one in ran.completions)
+    assert_recorded(ran)
+
+
 @pytest.mark.parametrize("harness", CLIS)
 async def test_a_text_that_ends_by_length_is_recorded_as_such_and_the_cli_ends_as_it_would(
     tmp_path: Path, harness: str
@@ -68,18 +78,11 @@ async def test_a_text_that_ends_by_length_is_recorded_as_such_and_the_cli_ends_a
         instruction="Plant beans.",
         sampling={"max_tokens": LIMIT},
     )
-    wanted = IN_TEXT[harness]
-    assert (ran.result.status, len(ran.calls)) == (
-        "ERROR" if wanted.error else "COMPLETED",
-        wanted.calls,
-    ), ran.how
-    assert (wanted.error or "") in (ran.result.error or "")
+    assert_ended(ran, IN_TEXT[harness])
     assert (ran.workdir / "beans.txt").read_text() == "one\n"
     first, *cut = ran.completions
     assert first.finish_reason == "tool_calls"
     assert {(one.finish_reason, len(one.sampled_ids)) for one in cut} == {("length", LIMIT)}
-    assert all(one.delivered for one in ran.completions)
-    assert_recorded(ran)
 
 
 @pytest.mark.parametrize("harness", CLIS)
@@ -99,14 +102,7 @@ async def test_a_call_that_ends_by_length_is_recorded_as_such_and_the_cli_goes_o
         instruction="Plant beans.",
         sampling={"max_tokens": LIMIT},
     )
-    wanted = IN_CALL[harness]
-    assert (ran.result.status, len(ran.calls)) == (
-        "ERROR" if wanted.error else "COMPLETED",
-        wanted.calls,
-    ), ran.how
-    assert (wanted.error or "") in (ran.result.error or "")
+    assert_ended(ran, IN_CALL[harness])
     assert {(one.finish_reason, len(one.sampled_ids)) for one in ran.completions[1:2]} == {
         ("length", LIMIT)
     }
-    assert all(one.delivered for one in ran.completions)
-    assert_recorded(ran)

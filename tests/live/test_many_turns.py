@@ -7,6 +7,8 @@ import pytest
 from tests.live.driver import (
     CLIS,
     assert_completed,
+    assert_extends,
+    assert_one_chain,
     assert_recorded,
     assert_sampled_once,
     live,
@@ -35,11 +37,8 @@ async def test_each_of_45_prompts_begins_with_the_one_before_and_its_answer(
     assert (ran.workdir / "rows.txt").read_text().split() == [str(n) for n in range(TURNS)]
     assert len(ran.calls) == TURNS + 1
     for before, after in zip(ran.calls, ran.calls[1:], strict=False):
-        context = before.prompt_token_ids + before.token_ids
-        assert after.prompt_token_ids[: len(context)] == context
+        assert_extends(after, before)
     assert_recorded(ran)
     assert_sampled_once(ran)
-    assert ran.result.trajectory is not None
-    (trace,) = ran.result.trajectory.traces
+    trace = assert_one_chain(ran)
     assert trace.prompt_ids == ran.calls[0].prompt_token_ids
-    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)

@@ -7,6 +7,7 @@ import pytest
 from tests.live.driver import (
     CLIS,
     assert_completed,
+    assert_one_chain,
     assert_recorded,
     assert_sampled_once,
     live,
@@ -48,6 +49,4 @@ async def test_two_calls_of_one_turn_are_both_run_and_answered_in_their_order(
     ]
     assert_recorded(ran)
     assert_sampled_once(ran)
-    assert ran.result.trajectory is not None
-    (trace,) = ran.result.trajectory.traces
-    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)
+    assert_one_chain(ran)

@@ -11,6 +11,7 @@ from tests.live.driver import (
     CLIS,
     Ran,
     assert_completed,
+    assert_extends,
     assert_recorded,
     assert_sampled_once,
     live,
@@ -76,6 +77,5 @@ async def test_signs_of_life_between_all_tokens_change_nothing(
     assert len(ran.wire.requests) == 2, ran.how
     assert ran.wire.events > 2 * sum(len(call.token_ids) for call in ran.calls)
     first, second = ran.calls
-    context = first.prompt_token_ids + first.token_ids
-    assert second.prompt_token_ids[: len(context)] == context
+    assert_extends(second, first)
     assert_recorded(ran)

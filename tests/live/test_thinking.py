@@ -7,6 +7,7 @@ import pytest
 from tests.live.driver import (
     CLIS,
     assert_completed,
+    assert_one_chain,
     assert_recorded,
     assert_sampled_once,
     live,
@@ -44,6 +45,4 @@ async def test_earlier_thinking_stands_in_every_later_prompt_as_it_was_sampled(
     ]
     assert_recorded(ran)
     assert_sampled_once(ran)
-    assert ran.result.trajectory is not None
-    (trace,) = ran.result.trajectory.traces
-    assert sum(trace.loss_mask) == sum(len(call.token_ids) for call in ran.calls)
+    assert_one_chain(ran)

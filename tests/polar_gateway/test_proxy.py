@@ -364,8 +364,7 @@ async def test_the_seal_cancels_what_is_in_flight_at_once(tmp_path: Path, stream
     async with bench(tmp_path, retry_grace_seconds=60.0) as b:
         b.engine.hold(after=4)
         async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
-            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 4)
-            await loop_turns()
+            await has_said(b, 4)
             began = time.monotonic()
             b.session.seal()
         assert time.monotonic() - began < 30, "the grace of a harness that left is not for the seal"
@@ -621,8 +620,7 @@ async def test_an_error_in_mid_stream_is_said_in_band_and_what_came_before_is_co
     async with bench(tmp_path, faults=[Fault(error_after=5)]) as b:
         b.engine.hold(after=5)
         async with b.asking(path, {"model": "m", "stream": True, **body}) as asked:
-            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 5)
-            await loop_turns()
+            await has_said(b, 5)
             b.engine.release()
         status, text = asked.status, asked.answer
         assert status == 200
@@ -655,8 +653,7 @@ async def test_what_was_handed_on_of_an_aborted_generation_is_counted(tmp_path: 
     async with bench(tmp_path, faults=[Fault(abort_after=5)]) as b:
         b.engine.hold(after=4)
         async with b.asking("/v1/chat/completions", b.chat(stream=True)) as asked:
-            await until(lambda: bool(b.engine.calls) and b.engine.calls[0].sent_tokens == 4)
-            await loop_turns()
+            await has_said(b, 4)
             b.engine.release()
         assert "aborted the generation" in asked.answer
         [broken] = b.completions
@@ -782,6 +779,12 @@ async def loop_turns() -> None:
         await asyncio.sleep(0.005)
 
 
+async def has_said(b: Bench, tokens: int) -> None:
+    """Until the engine has said so many tokens of its latest answer, and they have arrived."""
+    await until(lambda: bool(b.engine.calls) and b.engine.calls[-1].sent_tokens >= tokens)
+    await loop_turns()
+
+
 async def all_ended(b: Bench) -> None:
     """Until no call is in flight, and how each has ended is recorded."""
     await until(lambda: not b.session.calls)
@@ -796,9 +799,7 @@ async def leave(
     b.engine.hold(after)
     data = json.dumps(body).encode()
     reader, writer = await connected(b, path, data, len(data))
-    said = after if body.get("stream") else 0
-    await until(lambda: bool(b.engine.calls) and b.engine.calls[-1].sent_tokens >= said)
-    await loop_turns()
+    await has_said(b, after if body.get("stream") else 0)
     writer.write_eof()
     while await reader.read(1 << 16):
         pass
@@ -1178,8 +1179,7 @@ async def test_who_wants_the_whole_got_nothing_of_an_answer_that_broke_off(tmp_p
         async with b.asking("/v1/chat/completions", b.chat()):
             await until(lambda: len(b.session.calls) == 2)
             b.engine.hold(after=12)
-            await until(lambda: b.engine.calls[0].sent_tokens == 12)
-            await loop_turns()
+            await has_said(b, 12)
             b.session.seal()
         [completion] = b.completions
         assert len(completion.sampled_ids) > 8
