@@ -6,7 +6,7 @@ turns. `prompt_ids` expands it when somebody asks.
 """
 
 from array import array
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -18,58 +18,59 @@ else:  # array takes no parameters at run time before Python 3.12
     Floats = array
 
 
-class Completion(msgspec.Struct, kw_only=True, eq=False):
-    """One captured model call: a node of the session's forest.
+Mode = Literal["messages", "tokens"]
+"""How the engine was asked: with messages, which it renders canonically, or with the prompt's ids."""
 
-    `index` is the order in which the requests arrived; order of arrival, not of completion, is
-    what a builder goes by.
-    """
+LogprobKind = Literal["raw", "processed", "unknown"]
+"""Log probabilities of the model alone, or of the distribution that was sampled from, after
+temperature, top-p, top-k, penalties and bias."""
+
+AttachLevel = Literal[
+    "exact",
+    "arguments_respelt",
+    "default_arguments",
+    "reasoning_restored",
+    "white_space",
+    "half_delivered",
+]
+"""By how much the echo of an answer differed from it where a request was attached to that answer,
+weakest evidence last: not at all; the same JSON in another spelling; arguments with default values
+added or dropped; reasoning left out; white space around the text; only what had been delivered of
+an answer that was cut off. Of several differences the weakest is named."""
+
+
+class VersionSpan(msgspec.Struct, kw_only=True, frozen=True):
+    """`sampled_ids[start:end]` were sampled under this policy version; None: nobody can say which."""
+
+    version: str | None
+    start: int
+    end: int
+
+
+class TensorRef(msgspec.Struct, kw_only=True, frozen=True):
+    """Something large that the engine sent beside the tokens, kept in a file of its own."""
+
+    name: str
+    """routed_experts, sampling_mask (top-p nucleus ids), or that of a media input."""
+    file: str
+    """Relative to the journal's folder."""
+    bytes: int
+    sha256: str
+    format: str = "npy"
+
+
+class TokenNode(msgspec.Struct, kw_only=True, eq=False):
+    """The tokens of one call: its prompt as the difference to an earlier one's context, its sample."""
 
     completion_id: str
-    index: int
-    parent: "Completion | None" = None
-    """The earlier completion against which prompt and messages are stored; storage, not meaning."""
+    parent: Self | None = None
+    """The earlier call against which the prompt is stored; storage, not meaning."""
     shared: int = 0
     """How many leading ids of this prompt are those of the parent's prompt + sampled ids."""
     tail: Ids
     """int32, the prompt's remaining ids."""
     sampled_ids: Ids
     """int32, exactly as the engine reported them, stop token included."""
-    logprobs: Floats | None
-    """float32, one for each sampled id, or None when the engine gave none or they did not align."""
-    messages_shared: int = 0
-    messages_tail: list[dict[str, Any]]
-    """Normalised chat messages of the request, from `messages_shared` on."""
-    tools: list[dict[str, Any]] | None = None
-    response_message: dict[str, Any]
-    """The answer as a chat message: role, content, reasoning_content, tool_calls."""
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    kind: str = "turn"
-    """"turn", or what kind of side call this was ("title", "compaction", ...)."""
-    delivered: bool = True
-    """False when the harness's connection was gone before the closing event was written."""
-    delivered_tokens: int | None = None
-    """How many of the sampled tokens were in what was written while the harness was there; None
-    when that was the whole answer."""
-    dialect: str = ""
-    model_requested: str = ""
-    model_used: str = ""
-    policy_version: str | None = None
-    sampling: dict[str, Any] = {}
-    """The sampling parameters that were sent to the engine."""
-    asked: dict[str, Any] = {}
-    """What else was asked: tool_choice, response_format, template_kwargs; only what was set."""
-    usage: dict[str, int] = {}
-    started_at: float = 0.0
-    """Wall clock, seconds since the epoch, when the request arrived."""
-    ended_at: float = 0.0
-    notes: list[str] = []
-    """What was dropped or changed on the way to the engine."""
-    findings: list[str] = []
-    """Codes of what makes this completion less than trustworthy ("logprobs_missing", ...)."""
-    chain: dict[str, str] = {}
-    """Headers by which the harness tells its conversations apart (thread-id, ...)."""
 
     @property
     def prompt_length(self) -> int:
@@ -90,7 +91,7 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
             ids += piece
         return ids
 
-    def prompt_after(self, earlier: "Completion") -> Ids | None:
+    def prompt_after(self, earlier: Self) -> Ids | None:
         """What this prompt adds to that of `earlier`; None when it does not begin with it."""
         known = earlier.prompt_length
         if self.parent is earlier and self.shared >= known:
@@ -102,6 +103,70 @@ class Completion(msgspec.Struct, kw_only=True, eq=False):
     def context_ids(self) -> Ids:
         """Prompt and sampled ids together: what the policy had seen and said after this call."""
         return self.prompt_ids + self.sampled_ids
+
+
+class Completion(TokenNode, kw_only=True, eq=False):
+    """One captured model call: a node of the session's forest.
+
+    `index` is the order in which the requests arrived; order of arrival, not of completion, is
+    what a builder goes by.
+    """
+
+    index: int
+    previous: "Completion | None" = None
+    """The completion whose answer this request continues, found when it arrived: by message
+    identity under an identical head (tools, template arguments, tool choice)."""
+    attached: AttachLevel | None = None
+    """By what the request was recognised as a continuation of `previous`."""
+    ambiguous: bool = False
+    """Whether it may as well have continued another completion."""
+    continued_tokens: int | None = None
+    """How many of the previous completion's sampled tokens the request continues, where its answer
+    was delivered in part; None: all of them."""
+    logprobs: Floats | None
+    """float32, one for each sampled id, or None when the engine gave none or they did not align."""
+    logprob_kind: LogprobKind = "unknown"
+    mode: Mode = "messages"
+    messages_shared: int = 0
+    messages_tail: list[dict[str, Any]]
+    """Normalised chat messages of the request, from `messages_shared` on."""
+    tools: list[dict[str, Any]] | None = None
+    response_message: dict[str, Any]
+    """The answer as a chat message: role, content, reasoning_content, tool_calls."""
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    kind: str = "turn"
+    """"turn", or what kind of side call this was ("title", "compaction", ...)."""
+    delivered: bool = True
+    """False when the harness's connection was gone before the closing event was written."""
+    delivered_tokens: int | None = None
+    """How many of the sampled tokens were in what was written while the harness was there; None
+    when that was the whole answer."""
+    dialect: str = ""
+    model_requested: str = ""
+    model_used: str = ""
+    policy_version: str | None = None
+    """That of the first sampled token."""
+    versions: list[VersionSpan] = []
+    """Which policy version sampled which tokens, in order and without gaps, where more than one
+    did; empty: all were sampled under `policy_version`."""
+    backend: str = ""
+    """The name of the backend that sampled it."""
+    sampling: dict[str, Any] = {}
+    """The sampling parameters that were sent to the engine."""
+    asked: dict[str, Any] = {}
+    """What else was asked: tool_choice, response_format, template_kwargs; only what was set."""
+    usage: dict[str, int] = {}
+    started_at: float = 0.0
+    """Wall clock, seconds since the epoch, when the request arrived."""
+    ended_at: float = 0.0
+    notes: list[str] = []
+    """What was dropped or changed on the way to the engine."""
+    findings: list[str] = []
+    """Codes of what makes this completion less than trustworthy ("logprobs_missing", ...)."""
+    chain: dict[str, str] = {}
+    """Headers by which the harness tells its conversations apart (thread-id, ...)."""
+    tensors: list[TensorRef] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -147,6 +212,9 @@ class Span(msgspec.Struct, kw_only=True):
     completion_id: str
     kind: str = "turn"
     policy_version: str | None = None
+    versions: list[VersionSpan] = []
+    """As `Completion.versions`, counted from the completion's first sampled token."""
+    logprob_kind: LogprobKind = "unknown"
     sampling: dict[str, Any] = {}
     finish_reason: str | None = None
 

@@ -12,12 +12,21 @@ from polar_gateway.protocol import Id, RuntimeSpec
 class InferenceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The engine behind a node."""
 
-    engine: Literal["vllm", "sglang"] = "vllm"
+    engine: Literal["vllm", "sglang", "openai"] = "vllm"
     base_url: str = "http://127.0.0.1:8000"
     api_key_env: str | None = None
     """Name of the variable that holds the engine's bearer token."""
     scheduler: Literal["none", "thunderagent"] = "none"
     """Accepted for old topology files; requests go to the engine as they come."""
+    prompts: Literal["auto", "messages", "tokens"] = "auto"
+    """How the engine is asked: with messages, or with the recorded ids and what is new. `auto`
+    takes tokens wherever the engine can and nothing is lost by it."""
+    token_route: Literal["chat", "generate"] = "chat"
+    """`generate` where the engine shall say which weights sampled which token; answers then come
+    whole, not as live text."""
+    history: Literal["template", "keep"] = "template"
+    """What happens where the chat template takes recorded tokens out of the history (earlier
+    reasoning): a branch begins with the canonical rendering, or the record is kept and extended."""
 
 
 class CompletionPersistence(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +65,14 @@ class ModelCallConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     """For which a call that the engine failed is asked again before the harness hears of it."""
 
 
+class JournalConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How durable the record of model calls is."""
+
+    fsync: bool = False
+    """Whether a record also survives the death of the host: a call waits until the disk has it,
+    which is asked once for all sessions that wait."""
+
+
 class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One gateway node."""
 
@@ -69,6 +86,7 @@ class NodeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     model_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """The model listener, for runtimes that share the host's network; 0 takes a free port."""
     model_calls: ModelCallConfig = msgspec.field(default_factory=ModelCallConfig)
+    journal: JournalConfig = msgspec.field(default_factory=JournalConfig)
     model_served: str = ""
     """The engine's model name; empty: the first that the engine lists."""
     inference: InferenceConfig = msgspec.field(default_factory=InferenceConfig)

@@ -178,6 +178,8 @@ class Finding(msgspec.Struct, kw_only=True, frozen=True):
     level: FindingLevel = "warning"
     message: str = ""
     count: int = 1
+    numbers: dict[str, float] = {}
+    """What the finding was judged by: {"share": 0.12, "tokens": 345}."""
 
 
 class Verdict(msgspec.Struct, kw_only=True):

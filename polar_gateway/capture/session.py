@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from builders.records import Completion, CompletionSession, Ids
+from builders.records import Completion, CompletionSession, Ids, TokenNode
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import CaptureError, Journal
 from polar_gateway.capture.tree import MessageTree, Place
@@ -258,10 +258,9 @@ class OpenCall:
         return self.completion_id in self._capture._ledger.open
 
     @property
-    def after(self) -> str | None:
-        """The earlier completion that this call probably continues."""
-        parent = self._place.parent
-        return None if parent is None else parent.completion_id
+    def after(self) -> TokenNode | None:
+        """The earlier call that this one probably continues."""
+        return self._place.parent
 
     def follow(self, generation: Generation, sampling: dict[str, Any]) -> None:
         """The answer comes in pieces; what there is of it counts, however the call ends."""

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from builders.records import Ids
+
 
 class ModelRequest(msgspec.Struct, kw_only=True):
     """A model call in the engine's chat-completions form, whatever dialect it came in."""
@@ -45,6 +47,9 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """Whether the answer shows the reasoning: one provider shows it only to those who ask."""
     echo: dict[str, Any] = {}
     """What the answer says again of the request, in the dialect's own terms."""
+    prompt_ids: Ids | None = None
+    """What the engine is sent as the prompt in place of a rendering of the messages, which then
+    serve its parsers alone; None: it renders the messages."""
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
-from builders.records import Floats, Ids
+from builders.records import Floats, Ids, TokenNode
 from polar_gateway.dialects.turn import (
     Block,
     BlockDelta,
@@ -185,18 +185,18 @@ class Vllm:
         """Whether a whole answer came with all of its token data."""
 
     async def complete(
-        self, request: ModelRequest, request_id: str, after: str | None = None
+        self, request: ModelRequest, request_id: str, after: TokenNode | None = None
     ) -> EngineReply:
-        prompt = PromptReader(self._cache, request_id, after)
+        prompt = PromptReader(self._cache, request_id, after and after.completion_id)
         return await self._with_room(self._complete, request, request_id, prompt)
 
     async def stream(
-        self, request: ModelRequest, request_id: str, after: str | None = None
+        self, request: ModelRequest, request_id: str, after: TokenNode | None = None
     ) -> EngineStream:
         """Asks for a whole answer where streams are known to lack ids."""
         if not self.stream_ids:
             return WholeAsStream(await self.complete(request, request_id, after))
-        prompt = PromptReader(self._cache, request_id, after)
+        prompt = PromptReader(self._cache, request_id, after and after.completion_id)
         return await self._with_room(self._stream, request, request_id, prompt)
 
     async def _with_room(

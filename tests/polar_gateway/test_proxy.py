@@ -29,8 +29,9 @@ from polar_gateway.engines.whole import WholeAsStream
 from polar_gateway.errors import Failure
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.protocol import Sampling
-from polar_gateway.proxy import SEALED, Proxy, with_overrides
+from polar_gateway.proxy import Proxy
 from polar_gateway.request_body import LONE_SURROGATE_NOTE, zstd
+from polar_gateway.sampling import SEALED, with_overrides
 from polar_gateway.sessions import Session, Sessions
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
