@@ -261,7 +261,7 @@ def assert_counted_and_not_trained_on(
     assert (completion.finish_reason, completion.stop_reason) == (None, None)
     assert session.findings == []
     counts = {"completions": 1, "tokens": len(sampled)}
-    assert split(session, Options()) == ([], {"undelivered": counts})
+    assert split(session, Options())[:2] == ([], {"undelivered": counts})
 
 
 @pytest.mark.parametrize("appended", [False, True])
@@ -365,7 +365,7 @@ def test_an_undelivered_answer_says_how_much_of_it_was_delivered(tmp_path: Path,
     assert (completion.delivered, completion.delivered_tokens) == (False, told)
     session = capture.completion_session()
     assert plain(read_session(tmp_path / "journal")) == plain(session)
-    assert split(session, Options()) == ([], {"undelivered": {"completions": 1, "tokens": 4}})
+    assert split(session, Options())[:2] == ([], {"undelivered": {"completions": 1, "tokens": 4}})
 
 
 def test_an_answer_that_reached_who_asked_again_is_delivered(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_an_answer_that_reached_who_asked_again_is_delivered(tmp_path: Path) -> 
     assert (completion.delivered, completion.delivered_tokens) == (True, None)
     session = capture.completion_session()
     assert plain(read_session(tmp_path / "journal")) == plain(session)
-    assert split(session, Options()) == ([completion], {})
+    assert split(session, Options())[:2] == ([completion], {})
 
 
 def test_nothing_is_redelivered_once_the_session_is_sealed(tmp_path: Path) -> None:
