@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from polar_gateway.dialects.turn import ErrorKind
-from polar_gateway.engines.base import EngineError
+from polar_gateway.engines.base import EngineError, EngineReply
 
 _OVERFLOW = re.compile(r"maximum context length|longer than the maximum model length", re.I)
 _LIMIT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)|max_model_len=(\d+)", re.I)
@@ -104,9 +104,10 @@ def broke_off(what: str) -> EngineError:
     return EngineError(kind, infra=True, message=f"{kind.message}: {what}", again=True)
 
 
-def aborted() -> EngineError:
+def aborted(partial: EngineReply | None = None) -> EngineError:
+    """`partial` is what there was, where it can be gone on with."""
     kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
-    return EngineError(kind, infra=True, again=True)
+    return EngineError(kind, infra=True, again=True, partial=partial)
 
 
 def unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_gateway.engines.id_cache import IdCache
+from builders.records import TokenNode
+from polar_gateway.engines.base import EngineError
+from polar_gateway.engines.id_cache import IdCache, PromptReader, Spelling
 
 Numbers = st.lists(st.integers(0, 120), max_size=5)
 
@@ -15,47 +17,96 @@ def spelled(ids: list[int], spaces: bool = False) -> bytes:
     return json.dumps(ids, separators=(", " if spaces else ",", ":")).encode()
 
 
-def cache_with(prompt: list[int], sampled: list[int], *, max_bytes: int = 1 << 20) -> IdCache:
-    cache = IdCache(max_bytes)
-    cache.remember("one", spelled(prompt), array("i", prompt), array("i", sampled))
-    return cache
+def call(prompt: list[int], sampled: list[int], completion_id: str = "one") -> TokenNode:
+    return TokenNode(
+        completion_id=completion_id, tail=array("i", prompt), sampled_ids=array("i", sampled)
+    )
+
+
+def remembered(cache: IdCache, text: bytes, sampled: list[int], completion_id: str = "one") -> None:
+    reader = PromptReader(cache, completion_id, None)
+    reader.read(msgspec.Raw(text))
+    reader.remember(array("i", sampled))
+
+
+def read(cache: IdCache, text: bytes, after: TokenNode | None) -> list[int]:
+    reader = PromptReader(cache, "two", after)
+    reader.read(msgspec.Raw(text))
+    assert reader.ids is not None
+    return reader.ids.tolist()
 
 
 @given(Numbers, Numbers, Numbers, st.sampled_from(["one", "none", None]), st.booleans())
 def test_the_ids_are_those_of_the_text_whatever_came_before(
-    prompt: list[int], sampled: list[int], more: list[int], after: str | None, spaces: bool
+    prompt: list[int], sampled: list[int], more: list[int], name: str | None, spaces: bool
 ) -> None:
-    cache = cache_with(prompt, sampled)
+    cache = IdCache()
+    remembered(cache, spelled(prompt), sampled)
+    after = None if name is None else call(prompt, sampled, name)
     for ids in (prompt, prompt + sampled, prompt + sampled + more, prompt + more, more):
-        assert list(cache.decode(spelled(ids, spaces), after)) == ids
+        assert read(cache, spelled(ids, spaces), after) == ids
+
+
+@given(st.lists(st.tuples(Numbers, Numbers), min_size=1, max_size=6))
+def test_a_conversation_is_read_turn_by_turn(turns: list[tuple[list[int], list[int]]]) -> None:
+    cache = IdCache()
+    after, context = None, [7]
+    for number, (new, sampled) in enumerate(turns):
+        prompt = context + new
+        reader = PromptReader(cache, str(number), after)
+        reader.read(msgspec.Raw(spelled(prompt)))
+        assert reader.ids == array("i", prompt)
+        reader.remember(array("i", sampled))
+        after, context = call(prompt, sampled, str(number)), prompt + sampled
 
 
 def test_a_number_that_goes_on_is_not_taken_for_the_earlier_one() -> None:
-    assert list(cache_with([1, 2], [3]).decode(b"[1,2,34]", "one")) == [1, 2, 34]
+    cache = IdCache()
+    remembered(cache, b"[1,2]", [3])
+    assert read(cache, b"[1,2,34]", call([1, 2], [3])) == [1, 2, 34]
 
 
 def test_only_what_follows_the_earlier_context_is_read() -> None:
     cache = IdCache()
-    # The text says 7 where the ids say 1: what comes back shows which of the two was used.
-    cache.remember("one", b"[7,7]", array("i", [1, 1]), array("i", [2]))
-    assert list(cache.decode(b"[7,7,2,5]", "one")) == [1, 1, 2, 5]
-    assert list(cache.decode(b"[7,7,2]", "one")) == [1, 1, 2]
-    assert list(cache.decode(b"[7,7,2,5]", None)) == [7, 7, 2, 5]
+    # The text says 7 where the record says 1: what comes back shows which of the two was used.
+    remembered(cache, b"[7,7]", [2])
+    record = call([1, 1], [2])
+    assert read(cache, b"[7,7,2,5]", record) == [1, 1, 2, 5]
+    assert read(cache, b"[7,7,2]", record) == [1, 1, 2]
+    assert read(cache, b"[7,7,2,5]", None) == [7, 7, 2, 5]
+    assert record.tail == array("i", [1, 1]), "what is read is a copy"
 
 
-@pytest.mark.parametrize("text", [b"[1,2,x]", b"[1,2,3.5]", b"[1,2,3", b"{}", b'["1"]'])
-def test_what_is_no_array_of_integers_is_an_error(text: bytes) -> None:
-    cache = cache_with([1], [2])
-    for after in ("one", None):
-        with pytest.raises(msgspec.DecodeError):
-            cache.decode(text, after)
+@pytest.mark.parametrize(
+    "text", [b"[1,2,x]", b"[1,2,3.5]", b"[1,2,3", b"{}", b'["1"]', b"[1,2,99999999999]"]
+)
+def test_what_is_no_array_of_ids_is_an_error(text: bytes) -> None:
+    cache = IdCache()
+    remembered(cache, b"[1]", [2])
+    for after in (call([1], [2]), None):
+        with pytest.raises(EngineError, match="cannot be read"):
+            read(cache, text, after)
+
+
+def test_what_the_engine_does_not_say_is_not_there() -> None:
+    for text in (b"", b"null"):
+        reader = PromptReader(IdCache(), "one", None)
+        reader.read(msgspec.Raw(text))
+        reader.remember(array("i", [1]))
+        assert reader.ids is None
+
+
+@pytest.mark.parametrize("echo", [b"[4,5,6]", b"[4,5,7]", b"[4, 5, 6]"])
+def test_an_echo_of_what_was_sent_is_what_was_sent(echo: bytes) -> None:
+    sent = array("i", [4, 5, 6])
+    reader = PromptReader(IdCache(), "one", None, sent=sent, sent_text=b"[4,5,6]")
+    reader.read(msgspec.Raw(echo))
+    assert (reader.ids is sent) == (echo == b"[4,5,6]")
+    assert reader.ids == array("i", json.loads(echo))
 
 
 def test_the_oldest_contexts_make_room() -> None:
-    prompt = list(range(100))
-    cache = cache_with(prompt, [1], max_bytes=2000)
-    for name in ("two", "three"):
-        cache.remember(name, b"[7]" + b" " * 290, array("i", prompt), array("i", [1]))
-        cache.remember(name, b"[7]" + b" " * 290, array("i", prompt), array("i", [1]))
-    assert list(cache.decode(spelled([*prompt, 1, 5]), "one")) == [*prompt, 1, 5]
-    assert set(cache._contexts) == {"two", "three"}
+    cache = IdCache(max_entries=2)
+    for name in ("one", "two", "one", "three"):
+        cache.keep(name, Spelling(1, b""))
+    assert [name for name in ("one", "two", "three") if cache.get(name)] == ["one", "three"]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -289,9 +290,13 @@ def logprob(value: float | None) -> dict[str, Any]:
         ({"logprobs": None}, "logprobs_missing"),
         ({"logprobs": {"content": []}}, "logprobs_missing"),
         ({"logprobs": {"content": [logprob(-1)] * 4}}, "logprobs_misaligned"),
-        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(0.5)]}}, "logprobs_invalid"),
-        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(-9999.0)]}}, "logprobs_invalid"),
-        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(None)]}}, "logprobs_invalid"),
+        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(0.5)]}}, "logprobs_positive"),
+        (
+            {"logprobs": {"content": [logprob(-1)] * 4 + [logprob(-9999.0)]}},
+            "logprobs_minus_infinity",
+        ),
+        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(None)]}}, "logprobs_null"),
+        ({"logprobs": {"content": [logprob(-1)] * 4 + [logprob(math.nan)]}}, "logprobs_non_finite"),
     ],
 )
 async def test_what_does_not_align_is_a_finding_and_never_repaired(
