@@ -7,7 +7,7 @@ no code is found that does not stand here is for a test to say.
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Found(msgspec.Struct, frozen=True):
 
     code: str
     numbers: dict[str, float] = {}
+    """Counts, which may be summed over completions; shares are for whoever knows the whole."""
 
 
 _REPAIR_ENGINE = "See what the engine's start-up report says of ids and log probabilities."
@@ -133,8 +134,8 @@ REGISTRY: dict[str, Code] = {
     ),
     "duplicated": Code(
         "note",
-        "completion",
-        "The same prompt was sampled again after its answer had been delivered; each answer is a "
+        "session",
+        "The same prompt was sampled again after an answer had been delivered; each answer is a "
         "sample of its own.",
         "Nothing if the harness wants several samples; else see why it repeats itself.",
     ),
@@ -378,7 +379,7 @@ DISQUALIFYING = frozenset(
 NO_PROBABILITY = -9999.0
 """What vLLM writes for minus infinity: no sampled token can have it."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "temperature": (1,),
     "top_p": (1,),
     "top_k": (0, -1),
@@ -418,8 +419,8 @@ def of(completion: Completion) -> list[Found]:
         found.append(Found("prompt_ids_missing"))
     if sampled and not any(code.startswith("logprobs_") for code in captured):
         found += _of_logprobs(completion)
-    if changed := not_behaviour(completion):
-        found.append(Found("logprob_not_behaviour", changed))
+    if not_behaviour(completion):
+        found.append(Found("logprob_not_behaviour"))
     if not completion.delivered:
         delivered = completion.delivered_tokens or 0
         found.append(Found("undelivered", {"delivered_tokens": delivered}))
@@ -435,18 +436,15 @@ def of(completion: Completion) -> list[Found]:
     return found
 
 
-def not_behaviour(completion: Completion) -> dict[str, float]:
-    """The sampling parameters by which the recorded log probabilities are not those of what was
-    sampled from; empty when they are, or there are none. A parameter that is no number counts 1.
-    """
+def not_behaviour(completion: Completion) -> bool:
+    """Whether the recorded log probabilities may be others than those of what was sampled from."""
     if completion.logprob_kind == "processed" or not completion.logprobs:
-        return {}
+        return False
     given = completion.sampling
-    return {
-        name: float(given[name]) if isinstance(given[name], int | float) else 1.0
+    return any(
+        given.get(name) is not None and given[name] not in neutral
         for name, neutral in NEUTRAL.items()
-        if given.get(name) is not None and given[name] not in neutral
-    }
+    )
 
 
 def _of_logprobs(completion: Completion) -> list[Found]:

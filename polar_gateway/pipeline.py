@@ -20,7 +20,7 @@ import msgspec
 import evaluators
 from builders.records import CompletionSession, Trajectory
 from evaluators.base import Evaluation, EvaluatorSpec
-from harness_adapters.base import HarnessAdapter, LaunchPlan
+from harness_adapters.base import HarnessAdapter, HarnessEnd, LaunchPlan
 from polar_gateway import lifecycle, stages
 from polar_gateway.config import NodeConfig
 from polar_gateway.engines.base import EngineProbe
@@ -33,12 +33,13 @@ from polar_gateway.protocol import (
     RuntimeSpec,
     SessionDispatchRequest,
     SessionResult,
+    Verdict,
     agent_timeout,
 )
 from polar_gateway.runtimes.base import PackMount, Runtime, RuntimeRequest
 from polar_gateway.runtimes.trees import remove_tree
 from polar_gateway.sessions import Session
-from polar_gateway.verdicts import verdict
+from polar_gateway.verdicts import masked, nothing_trainable, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -358,7 +359,9 @@ class SessionRun:
         try:
             trajectory = await anyio.to_thread.run_sync(stages.build, self.dispatch, completions)
             session.timing.build = stages.now_ms(started)
-            failure = failure or _nothing_trainable(completions, trajectory)
+            failure = failure or nothing_trainable(
+                self._verdict(completions, trajectory, failure=None, graded=False)
+            )
             await self._keep_native_logs()
             session.advance(Stage.EVALUATING)
             started = time.monotonic()
@@ -379,7 +382,7 @@ class SessionRun:
             for note in await stages.keep_native_logs(
                 self._agent_place.runtime, self._plan, self._artifacts
             ):
-                self._findings.append(Finding(code="native_log_lost", level="note", message=note))
+                self._findings.append(Finding(code="native_log_lost", message=note))
 
     async def _evaluate(
         self,
@@ -428,13 +431,7 @@ class SessionRun:
     ) -> Place:
         """The agent's own runtime, or one that it never touched with its workdir moved there."""
         if not spec.refresh_runtime:
-            self._findings.append(
-                Finding(
-                    code="graded_in_agent_runtime",
-                    level="note",
-                    message="the agent's own runtime was graded",
-                )
-            )
+            self._findings.append(Finding(code="graded_in_agent_runtime"))
             return agent
         fresh = await self._open_runtime(teardown, purpose="eval")
         await stages.make_folders(fresh.runtime, fresh.where)
@@ -465,20 +462,16 @@ class SessionRun:
     ) -> SessionResult:
         if self.cancelled:
             failure = Failure(boundary="cancelled", message="session cancelled")
-        notes = [note for runtime in self._runtimes for note in runtime.notes]
-        self._findings += [Finding(code="runtime", level="note", message=note) for note in notes]
-        said = verdict(
-            completions,
-            trajectory,
-            failure=failure,
-            graded=evaluation.validity == "graded",
-            notes=self._findings,
+        said = self._verdict(
+            completions, trajectory, failure=failure, graded=evaluation.validity == "graded"
         )
+        failure = failure or nothing_trainable(said)
         timed_out = self._harness_run is not None and self._harness_run.timed_out
         outcome = lifecycle.ending(cancelled=self.cancelled, timed_out=timed_out, failure=failure)
         status = lifecycle.wire_status(Stage.ENDED, outcome)
         error = failure.message if failure else None
         if trajectory is not None:
+            trajectory = masked(trajectory, said)
             trajectory.status = status
             trajectory.error = error
         return SessionResult(
@@ -496,6 +489,34 @@ class SessionRun:
             failure=failure,
             artifacts=artifacts,
             completion_count=len(completions.completions),
+        )
+
+    def _verdict(
+        self,
+        completions: CompletionSession,
+        trajectory: Trajectory | None,
+        *,
+        failure: Failure | None,
+        graded: bool,
+    ) -> Verdict:
+        notes = [
+            *self._findings,
+            *(
+                Finding(code="runtime", message=note)
+                for runtime in self._runtimes
+                for note in runtime.notes
+            ),
+        ]
+        run = self._harness_run
+        if run is not None and run.end is not None and run.end.outcome == "failed":
+            notes.append(_crash(run.end))
+        return verdict(
+            completions,
+            trajectory,
+            failure=failure,
+            graded=graded,
+            notes=notes,
+            strict=stages.strict(self.dispatch),
         )
 
     def _agent_result(self) -> dict[str, object]:
@@ -521,16 +542,10 @@ class SessionRun:
         )
 
 
-def _nothing_trainable(completions: CompletionSession, trajectory: Trajectory) -> Failure | None:
-    """A session that gives nothing to train on has failed, whatever its harness did."""
-    said = verdict(completions, trajectory, failure=None, graded=False, notes=[])
-    if said.tokens != "none":
-        return None
-    reasons = ", ".join(f.code for f in said.findings if f.level == "fatal")
-    return Failure(
-        boundary="capture",
-        message=f"no trainable token was captured: {reasons or 'everything was left out'}",
-    )
+def _crash(end: HarnessEnd) -> Finding:
+    code = end.return_code
+    numbers: dict[str, float] = {} if code is None else {"return_code": code}
+    return Finding(code="harness_crash", message=end.reason, numbers=numbers)
 
 
 def _artifacts(folder: Path) -> list[Artifact]:

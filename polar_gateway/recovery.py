@@ -16,7 +16,7 @@ from polar_gateway.capture.session import read_session
 from polar_gateway.errors import BoundaryError, Failure, boundary
 from polar_gateway.protocol import Finding, SessionDispatchRequest, SessionResult
 from polar_gateway.runtimes.trees import remove_tree
-from polar_gateway.verdicts import verdict
+from polar_gateway.verdicts import masked, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,17 @@ def result_of(
                 completions = read_session(journal)
             trajectory = stages.build(dispatch, completions)
         except BoundaryError as error:
-            findings.append(Finding(code="not_rebuilt", level="fatal", message=str(error)))
+            findings.append(Finding(code="not_rebuilt", message=str(error)))
+    said = verdict(
+        completions,
+        trajectory,
+        failure=failure,
+        graded=False,
+        notes=findings,
+        strict=stages.strict(dispatch),
+    )
     if trajectory is not None:
+        trajectory = masked(trajectory, said)
         trajectory.status = "ERROR"
         trajectory.error = failure.message
     return SessionResult(
@@ -97,7 +106,7 @@ def result_of(
         node_id=node_id,
         error=failure.message,
         metadata=dispatch.metadata,
-        verdict=verdict(completions, trajectory, failure=failure, graded=False, notes=findings),
+        verdict=said,
         failure=failure,
         completion_count=len(completions.completions),
     )

@@ -353,6 +353,16 @@ def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Traje
     return trajectory
 
 
+def strict(dispatch: SessionDispatchRequest) -> tuple[str, ...]:
+    """The findings that the task has count as fatal; none where its builder cannot be made, which
+    builds nothing either."""
+    try:
+        with boundary("builder", f"builder {dispatch.builder.strategy}"):
+            return builders.make(dispatch.builder).options.strict
+    except BoundaryError:
+        return ()
+
+
 def postrun_seconds(dispatch: SessionDispatchRequest) -> float:
     """POSTRUN's budget: the task's own, or what the evaluator declares it needs plus 300 s."""
     if dispatch.postrun_timeout_seconds is not None:
