@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.proxy import bench as proxy
 from benchmarks.report import BrokenBenchError, Line, Report, progress
+from benchmarks.tokens import bench as tokens
 
-BENCHES: dict[str, Callable[[Callable[[str], bool]], Iterator[Line]]] = {"proxy": proxy.run}
+BENCHES: dict[str, Callable[[Callable[[str], bool]], Iterator[Line]]] = {
+    "proxy": proxy.run,
+    "tokens": tokens.run,
+}
 """By the first part of their lines' names; each is given the filter for whole names."""
 
 

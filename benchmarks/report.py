@@ -17,6 +17,8 @@ class Line(msgspec.Struct, kw_only=True):
     value: float
     unit: str
     ratio: float | None = None
+    bound: float | None = None
+    """What the value, or the ratio where there is one, must not be above."""
 
 
 class BrokenBenchError(Exception):

@@ -1,11 +1,8 @@
 """Drives the same calls through the gateway and through the floor, and compares what they cost."""
 
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,20 +10,18 @@ import aiohttp
 import anyio
 
 from benchmarks.proxy.conversation import LARGE, SIZES, SMALL, Size, turns
-from benchmarks.proxy.gateway import journal, key
-from benchmarks.proxy.process import MEASURED_CORE, OTHER_CORE, Server, pin, started
+from benchmarks.proxy.gateway import journal
+from benchmarks.proxy.process import OTHER_CORE, Server, pin
+from benchmarks.proxy.servers import PATHS, Heard, Servers, call, servers
 from benchmarks.report import BrokenBenchError, Line, progress
 from polar_gateway.capture.session import read_session
 
 TURNS = {SMALL.name: 5, LARGE.name: 3}
-PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
 CROWD = "proxy/sessions350"
 CROWD_SECONDS = 1.0
 """How long the engine takes for each of the crowd's calls."""
 SPREAD_SECONDS = 1.0
 """Over which those that are timed begin, one after the other."""
-_SENT = re.compile(rb"@(\d+\.\d{6})@")
-"""When the engine sent the first text of a streamed answer, on the clock that all processes share."""
 
 
 class Case(NamedTuple):
@@ -58,14 +53,6 @@ CASES = [
 CROWD_CASE = Case("chat", SMALL, "plain", 350, at_once=350)
 
 
-class Heard(NamedTuple):
-    """What the client noticed of one call, in seconds."""
-
-    took: float
-    first_event: float | None
-    """From the engine's sending of the first text to its arrival; None for a whole answer."""
-
-
 class Measured(NamedTuple):
     cpu_seconds: float
     """Of the server, for each call."""
@@ -76,43 +63,19 @@ def run(wanted: Callable[[str], bool]) -> Iterator[Line]:
     """A case gives a line of its CPU time, and a streamed one another of its first event."""
     pin(OTHER_CORE)
     if cases := [case for case in CASES if wanted(case.name)]:
-        with _servers(0.0, sum(case.sessions + 1 for case in cases)) as servers:
+        with servers(TURNS, sum(case.sessions + 1 for case in cases)) as running:
             first = 0
             for case in cases:
-                yield from _compared(case, first, servers)
+                yield from _compared(case, first, running)
                 first += case.sessions + 1
     if wanted(CROWD):
-        with _servers(CROWD_SECONDS, CROWD_CASE.sessions + 1) as servers:
-            yield from _crowd(servers)
+        with servers(TURNS, CROWD_CASE.sessions + 1, seconds=CROWD_SECONDS) as running:
+            yield from _crowd(running)
 
 
-class Servers(NamedTuple):
-    engine: Server
-    floor: Server
-    gateway: Server
-    folder: Path
-    """Of the gateway's journals."""
-
-
-@contextmanager
-def _servers(seconds: float, sessions: int) -> Iterator[Servers]:
-    """An engine that takes so long for an answer, and the two that are compared before it."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        counts = [TURNS[size.name] for size in SIZES]
-        engine = stack.enter_context(
-            started("benchmarks.proxy.engine", OTHER_CORE, seconds, *counts)
-        )
-        floor = stack.enter_context(started("benchmarks.proxy.floor", MEASURED_CORE, engine.url))
-        gateway = stack.enter_context(
-            started("benchmarks.proxy.gateway", MEASURED_CORE, engine.url, folder, sessions)
-        )
-        yield Servers(engine, floor, gateway, folder)
-
-
-def _compared(case: Case, first: int, servers: Servers) -> Iterator[Line]:
+def _compared(case: Case, first: int, running: Servers) -> Iterator[Line]:
     began = time.monotonic()
-    floor, ours = _both(case, first, servers)
+    floor, ours = _both(case, first, running)
     progress(
         f"{case.name}: {ours.cpu_seconds * 1000:.2f} ms, at least "
         f"{floor.cpu_seconds * 1000:.2f} ms ({time.monotonic() - began:.0f} s)"
@@ -136,9 +99,9 @@ def _compared(case: Case, first: int, servers: Servers) -> Iterator[Line]:
         )
 
 
-def _crowd(servers: Servers) -> Iterator[Line]:
+def _crowd(running: Servers) -> Iterator[Line]:
     """How much later than through the floor the crowd is answered."""
-    floor, ours = _both(CROWD_CASE, 0, servers)
+    floor, ours = _both(CROWD_CASE, 0, running)
     for name, part in (("median", 50), ("p99", 99)):
         late, least = (
             statistics.quantiles((heard.took for heard in measured.heard), n=100)[part - 1]
@@ -148,13 +111,13 @@ def _crowd(servers: Servers) -> Iterator[Line]:
         yield Line(bench=f"{CROWD}/{name}", value=round((late - least) * 1000, 2), unit="ms more")
 
 
-def _both(case: Case, first: int, servers: Servers) -> tuple[Measured, Measured]:
+def _both(case: Case, first: int, running: Servers) -> tuple[Measured, Measured]:
     """The floor and the gateway, the latter's records checked."""
     numbers = range(first, first + case.sessions + 1)
-    floor = _measured(case, servers.floor, numbers)
-    before = _engine_calls(servers.engine)
-    ours = _measured(case, servers.gateway, numbers)
-    _check(case, numbers, servers.folder, _engine_calls(servers.engine) - before)
+    floor = _measured(case, running.floor, numbers)
+    before = running.engine_calls()
+    ours = _measured(case, running.gateway, numbers)
+    _check(case, numbers, running.folder, running.engine_calls() - before)
     return floor, ours
 
 
@@ -196,27 +159,9 @@ async def _session(
     count: int,
     heard: list[Heard],
 ) -> None:
-    headers = {"authorization": f"Bearer {key(number)}", "content-type": "application/json"}
     for turn in turns(case.size, TURNS[case.size.name])[:count]:
         body = turn.requests[f"{case.dialect}/{case.mode}"]
-        began = time.monotonic()
-        first_event: float | None = None
-        async with client.post(url + PATHS[case.dialect], data=body, headers=headers) as response:
-            if response.status != 200:
-                said = (await response.text())[:300]
-                raise BrokenBenchError(f"{case.name} was answered {response.status}: {said}")
-            async for piece in response.content.iter_any():
-                if first_event is None and (sent := _SENT.search(piece)):
-                    first_event = time.monotonic() - float(sent[1])
-        heard.append(Heard(time.monotonic() - began, first_event))
-
-
-def _engine_calls(engine: Server) -> int:
-    async def ask() -> int:
-        async with aiohttp.ClientSession() as client, client.get(engine.url + "/calls") as response:
-            return int(await response.text())
-
-    return anyio.run(ask)
+        heard.append(await call(client, url + PATHS[case.dialect], number, body))
 
 
 def _check(case: Case, numbers: range, folder: Path, engine_calls: int) -> None:

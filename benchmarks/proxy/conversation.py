@@ -5,10 +5,13 @@ ids by the sampled ones and an interstitial. All sessions say the same, so every
 """
 
 import json
+import struct
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
+END_OF_TURN, LINE_BREAK = 151_645, 198
+"""What every answer ends with, and what the template writes behind that."""
 _WORDS = ["file", "path", "error", "module", "return", "value", "test", "function", "import"]
 
 
@@ -29,6 +32,15 @@ LARGE = Size("large", 126_000, 30_000, 300, 100, 40)
 SIZES = (SMALL, LARGE)
 
 
+class Said(NamedTuple):
+    """One answer: text, and a call of the tool `bash`."""
+
+    content: str
+    call_id: str
+    arguments: str
+    sampled: list[int]
+
+
 class Turn(NamedTuple):
     """One call: what each dialect's client sends, and what the engine answers."""
 
@@ -37,25 +49,28 @@ class Turn(NamedTuple):
     answer: bytes
     events: list[bytes]
     """The same answer streamed: one token an event, after one for the prompt."""
+    prompt_ids: bytes
+    """The rendering of the request's messages, a JSON array."""
+    closed_ids: bytes
+    """The rendering of its messages and the answer, without the beginning of another one."""
 
 
 @cache
 def turns(size: Size, count: int) -> list[Turn]:
-    return [_turn(size, number, count) for number in range(count)]
-
-
-def turn_number(body: bytes) -> int:
-    """Which turn a request is, whatever dialect it is in."""
-    at = body.rfind(b"turn-")
-    return int(body[at + 5 : at + 8])
-
-
-def _turn(size: Size, number: int, count: int) -> Turn:
     growth = size.sampled_tokens + size.interstitial_tokens
-    prompt_length = size.prompt_tokens + (2 * number - (count - 1)) * growth // 2
-    prompt = _ids(0, prompt_length)
-    sampled = _ids(prompt_length, prompt_length + size.sampled_tokens)
-    chat = _chat_request(size, number, count)
+    prompt = _ids(0, size.prompt_tokens - (count - 1) * growth // 2)
+    made = []
+    for number in range(count):
+        end = len(prompt) + size.sampled_tokens
+        sampled = [*_ids(len(prompt), end - 1), END_OF_TURN]
+        said = Said(_said(size, number), f"call-{number}", _arguments(size, number), sampled)
+        made.append(turn(_chat_request(size, number, count), prompt, said))
+        prompt = [*prompt, *sampled, LINE_BREAK, *_ids(end + 1, end + size.interstitial_tokens)]
+    return made
+
+
+def turn(chat: dict[str, Any], prompt: list[int], said: Said) -> Turn:
+    """The turn whose request is `chat`, in the words of chat completions."""
     requests = {}
     for mode in ("plain", "stream"):
         streamed = {**chat, "stream": mode == "stream"}
@@ -63,7 +78,24 @@ def _turn(size: Size, number: int, count: int) -> Turn:
             streamed["stream_options"] = {"include_usage": True}
         requests[f"chat/{mode}"] = _json(streamed)
         requests[f"messages/{mode}"] = _json(_as_messages(streamed))
-    return Turn(requests, *_answers(size, number, prompt, sampled))
+    return Turn(
+        requests,
+        *_answers(prompt, said),
+        prompt_ids=_json(prompt),
+        closed_ids=_json([*prompt, *said.sampled, LINE_BREAK]),
+    )
+
+
+def mark(conversation: str, number: int) -> str:
+    """Stands in the last message of a turn's request, and in the call that answers it."""
+    return f"turn-{conversation}-{number:03d}"
+
+
+def marked(body: bytes) -> tuple[str, int]:
+    """Conversation and turn of a request, whatever dialect it is in."""
+    at = body.rfind(b"turn-") + 5
+    conversation, rest = body[at : at + 20].split(b"-", 1)
+    return conversation.decode(), int(rest[:3])
 
 
 def _ids(start: int, end: int) -> list[int]:
@@ -79,8 +111,8 @@ def _prose(seed: object, length: int) -> str:
     return " ".join(chance.choices(_WORDS, k=length // 4 + 1))[:length]
 
 
-def _arguments(number: int) -> str:
-    return json.dumps({"command": f"grep -rn turn-{number:03d} src | head"})
+def _arguments(size: Size, number: int) -> str:
+    return json.dumps({"command": f"grep -rn {mark(size.name, number)} src | head"})
 
 
 def _said(size: Size, number: int) -> str:
@@ -115,14 +147,14 @@ def _exchange(size: Size, call: int) -> list[dict[str, Any]]:
                 {
                     "id": f"call-{number}",
                     "type": "function",
-                    "function": {"name": "bash", "arguments": _arguments(number)},
+                    "function": {"name": "bash", "arguments": _arguments(size, number)},
                 }
             ],
         },
         {
             "role": "tool",
             "tool_call_id": f"call-{number}",
-            "content": f"{_prose(('result', number), size.interstitial_tokens * 4)} turn-{number + 1:03d}",
+            "content": f"{_prose(('result', number), size.interstitial_tokens * 4)} {mark(size.name, number + 1)}",
         },
     ]
 
@@ -189,16 +221,17 @@ def _as_messages(chat: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _answers(
-    size: Size, number: int, prompt: list[int], sampled: list[int]
-) -> tuple[bytes, list[bytes]]:
+def _answers(prompt: list[int], said: Said) -> tuple[bytes, list[bytes]]:
+    """Whole and streamed."""
+    sampled = said.sampled
     usage = {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(sampled),
         "total_tokens": len(prompt) + len(sampled),
     }
     common = {"id": "chatcmpl-bench", "created": 1_800_000_000, "model": "bench"}
-    call = {"name": "bash", "arguments": _arguments(number)}
+    logprobs = [_logprob(token, len(prompt) + number) for number, token in enumerate(sampled)]
+    call = {"name": "bash", "arguments": said.arguments}
     whole = {
         **common,
         "object": "chat.completion",
@@ -207,10 +240,10 @@ def _answers(
                 "index": 0,
                 "message": {
                     "role": "assistant",
-                    "content": _said(size, number),
-                    "tool_calls": [{"id": f"call-{number}", "type": "function", "function": call}],
+                    "content": said.content,
+                    "tool_calls": [{"id": said.call_id, "type": "function", "function": call}],
                 },
-                "logprobs": {"content": [_logprob(token) for token in sampled]},
+                "logprobs": {"content": logprobs},
                 "finish_reason": "tool_calls",
                 "stop_reason": None,
                 "token_ids": sampled,
@@ -220,37 +253,35 @@ def _answers(
         "prompt_token_ids": prompt,
     }
 
-    def chunk(delta: dict[str, Any], tokens: list[int], **more: Any) -> bytes:
+    def chunk(delta: dict[str, Any], number: int | None, **more: Any) -> bytes:
         choice = {
             "index": 0,
             "delta": delta,
-            "logprobs": {"content": [_logprob(token) for token in tokens]} if tokens else None,
+            "logprobs": None if number is None else {"content": [logprobs[number]]},
             "finish_reason": more.pop("finish_reason", None),
-            "token_ids": tokens or None,
+            "token_ids": None if number is None else [sampled[number]],
         }
         return _event({**common, "object": "chat.completion.chunk", "choices": [choice], **more})
 
-    events = [chunk({"role": "assistant", "content": ""}, [], prompt_token_ids=prompt)]
-    deltas = _deltas(size, number, len(sampled), call)
-    for token, delta in zip(sampled[:-1], deltas, strict=True):
-        events.append(chunk(delta, [token]))
-    events.append(chunk({}, sampled[-1:], finish_reason="tool_calls"))
+    events = [chunk({"role": "assistant", "content": ""}, None, prompt_token_ids=prompt)]
+    events += [chunk(delta, number) for number, delta in enumerate(_deltas(said))]
+    events.append(chunk({}, len(sampled) - 1, finish_reason="tool_calls"))
     last = {**common, "object": "chat.completion.chunk", "choices": [], "usage": usage}
     events[-1] += _event(last) + b"data: [DONE]\n\n"
     return _json(whole), events
 
 
-def _deltas(size: Size, number: int, tokens: int, call: dict[str, str]) -> list[dict[str, Any]]:
+def _deltas(said: Said) -> list[dict[str, Any]]:
     """The answer in one piece for each token but the last: text first, a tool call at the end."""
     in_call = 12
-    text, texts = _said(size, number), tokens - 1 - in_call
+    text, texts = said.content, len(said.sampled) - 1 - in_call
     step = -(-len(text) // texts)
     deltas: list[dict[str, Any]] = [
         {"content": text[start * step : (start + 1) * step]} for start in range(texts)
     ]
-    head = {"index": 0, "id": f"call-{number}", "type": "function", "function": {"name": "bash"}}
+    head = {"index": 0, "id": said.call_id, "type": "function", "function": {"name": "bash"}}
     deltas.append({"tool_calls": [head]})
-    arguments, pieces = call["arguments"], in_call - 1
+    arguments, pieces = said.arguments, in_call - 1
     step = -(-len(arguments) // pieces)
     deltas += [
         {
@@ -267,11 +298,13 @@ def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + _json(payload) + b"\n\n"
 
 
-def _logprob(token: int) -> dict[str, Any]:
+def _logprob(token: int, position: int) -> dict[str, Any]:
+    """As engines write a float32: with all the digits that it has as a double."""
     text = f" t{token % 1000}"
+    (logprob,) = struct.unpack("f", struct.pack("f", -Random(token * position).expovariate(1.0)))
     return {
         "token": text,
-        "logprob": -(token % 997) / 500,
+        "logprob": logprob,
         "bytes": list(text.encode()),
         "top_logprobs": [],
     }

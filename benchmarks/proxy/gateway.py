@@ -5,7 +5,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.proxy.process import serve_until_told
+from polar_gateway.backends import Backend, Backends
 from polar_gateway.capture.session import SessionCapture
+from polar_gateway.engines.base import EngineProbe
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.garbage import collect_rarely
 from polar_gateway.proxy import Proxy
@@ -44,7 +46,8 @@ async def opened(arguments: list[str]) -> AsyncIterator[Proxy]:
         )
     collect_rarely()
     engine = Vllm(url, model="bench")
-    yield Proxy(sessions=sessions, engine=engine, model_served="bench")
+    probe = EngineProbe(engine=engine.name, model="bench")
+    yield Proxy(sessions=sessions, backends=Backends([Backend("bench", url, engine, probe)]))
     await engine.aclose()
 
 
