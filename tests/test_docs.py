@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 
+from builders.findings import REGISTRY, Scope
 from polar_gateway.config import (
     CompletionPersistence,
     GatewayConfig,
@@ -57,6 +58,19 @@ def configuration_tables() -> str:
     )
 
 
+def finding_tables() -> str:
+    titles: dict[Scope, str] = {"completion": "Of one model call", "session": "Of the whole session"}
+    return "\n\n".join(
+        f"### {title}\n\n| code | level | what it means | what to do |\n|---|---|---|---|\n"
+        + "\n".join(
+            f"| `{code}` | {one.level} | {one.meaning} | {one.action} |"
+            for code, one in REGISTRY.items()
+            if one.scope == scope
+        )
+        for scope, title in titles.items()
+    )
+
+
 def _rows(document: type[msgspec.Struct]) -> Iterator[str]:
     meanings = _docstrings(document)
     for field in msgspec.structs.fields(document):
@@ -91,6 +105,7 @@ def _docstrings(document: type[msgspec.Struct]) -> dict[str, str]:
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "stages": (DOCS / "architecture.md", stage_diagram),
     "keys": (DOCS / "configuration.md", configuration_tables),
+    "findings": (DOCS / "verdicts.md", finding_tables),
 }
 
 
