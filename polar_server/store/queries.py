@@ -1056,6 +1056,7 @@ def _reported_verdict(result: ReportedResult) -> Verdict | None:
                 level=_known(finding.level, FindingLevel, "warning"),
                 message=finding.message,
                 count=finding.count,
+                numbers=finding.numbers,
             )
             for finding in said.findings
         ],

@@ -86,6 +86,7 @@ class ReportedFinding(msgspec.Struct, kw_only=True):
     level: str = "warning"
     message: str = ""
     count: int = 1
+    numbers: dict[str, float] = {}
 
 
 class ReportedVerdict(msgspec.Struct, kw_only=True):

@@ -346,14 +346,14 @@ async def test_a_result_in_words_of_a_newer_node_is_taken(tmp_path: Path):
     async with polar(tmp_path) as server, node(server) as gateway:
         await server.submit(task(num_samples=2))
         first, second = await gateway.has(2)
-        findings = [{"code": "new", "level": "info", "message": "m"}]
+        findings = [{"code": "new", "level": "info", "message": "m", "numbers": {"share": 0.5}}]
         newer = {"reward": "graded", "tokens": "all", "findings": findings, "more": 1}
         assert (await server.report(result(first, verdict=newer))).status_code == 200
         unknown = {"reward": "half", "tokens": "some"}
         assert (await server.report(result(second, verdict=unknown))).status_code == 200
         status = await server.ended()
     verdicts = [session["verdict"] for session in status["sessions"]]
-    assert verdicts[0]["findings"] == [{"code": "new", "level": "warning", "message": "m", "count": 1}]
+    assert verdicts[0]["findings"] == [{**findings[0], "level": "warning", "count": 1}]
     assert (verdicts[1]["reward"], verdicts[1]["tokens"]) == ("ungraded", "none")
     assert status["results"][0]["verdict"] == newer
 
