@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from builders.records import Floats, Ids
+from builders.records import AttachLevel, Floats, Ids, LogprobKind, Mode, VersionSpan
 from polar_gateway.errors import BoundaryError
 
 VERSION = 1
@@ -46,6 +46,10 @@ class Intent(msgspec.Struct, kw_only=True, tag_field="kind", tag="intent"):
     completion_id: str
     index: int
     parent: int | None = None
+    previous: int | None = None
+    attached: AttachLevel | None = None
+    ambiguous: bool = False
+    continued_tokens: int | None = None
     messages_shared: int = 0
     messages_tail: list[dict[str, Any]] = []
     tools_as_parent: bool = False
@@ -86,6 +90,11 @@ class Completed(msgspec.Struct, kw_only=True, tag_field="kind", tag="completion"
     model_used: str = ""
     sampling: dict[str, Any] = {}
     usage: dict[str, int] = {}
+    mode: Mode = "messages"
+    logprob_kind: LogprobKind = "unknown"
+    backend: str = ""
+    policy_version: str | None = None
+    versions: list[VersionSpan] = []
     findings: list[str] = []
     notes: list[str] = []
     """Of the engine's side, besides those of the intent."""
@@ -118,13 +127,24 @@ class Delivered(msgspec.Struct, kw_only=True, tag_field="kind", tag="delivered")
     completion_id: str
 
 
+class Rendered(msgspec.Struct, kw_only=True, tag_field="kind", tag="rendered"):
+    """The engine's own rendering of a conversation up to and including a call's answer, as the
+    difference to that call's recorded prompt and sampled ids."""
+
+    completion_id: str
+    shared: int
+    tail: bytes
+
+
 class Sealed(msgspec.Struct, kw_only=True, tag_field="kind", tag="sealed"):
     """No call can be made from here on."""
 
     at: float = 0.0
 
 
-AnyRecord = Opened | Intent | Appended | Completed | Failed | Undelivered | Delivered | Sealed
+AnyRecord = (
+    Opened | Intent | Appended | Completed | Failed | Undelivered | Delivered | Rendered | Sealed
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from builders.records import Completion, CompletionSession, Ids, TokenNode
+from builders.records import AttachLevel, Completion, CompletionSession, Ids, Mode, TokenNode
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import CaptureError, Journal
 from polar_gateway.capture.tree import MessageTree, Place
@@ -65,11 +65,14 @@ class Ledger:
             case journal.Delivered():
                 completion = self._finished[record.completion_id]
                 completion.delivered, completion.delivered_tokens = True, None
+            case journal.Rendered():
+                pass
             case journal.Sealed():
                 self.sealed = True
 
     def _completion(self, intent: journal.Intent, record: journal.Completed) -> Completion:
         parent = None if intent.parent is None else self.completions[intent.parent]
+        previous = None if intent.previous is None else self.completions[intent.previous]
         return Completion(
             completion_id=intent.completion_id,
             index=intent.index,
@@ -90,7 +93,15 @@ class Ledger:
             dialect=intent.dialect,
             model_requested=intent.model_requested,
             model_used=record.model_used,
-            policy_version=self.header.policy_version,
+            previous=previous,
+            attached=intent.attached,
+            ambiguous=intent.ambiguous,
+            continued_tokens=intent.continued_tokens,
+            mode=record.mode,
+            logprob_kind=record.logprob_kind,
+            backend=record.backend,
+            versions=record.versions,
+            policy_version=record.policy_version,
             sampling=record.sampling,
             asked=intent.asked,
             usage=record.usage,
@@ -169,11 +180,14 @@ class SessionCapture:
         """Journal that a call is about to be made, exactly as the engine will be sent it."""
         place = self._tree.find(request.messages, request.tools)
         parent = place.parent
+        depth, previous = place.previous()
         self._write(
             journal.Intent(
                 completion_id=completion_id,
                 index=self._ledger.arrived,
                 parent=None if parent is None else parent.index,
+                previous=None if previous is None else previous.index,
+                attached=None if previous is None else "exact",
                 messages_shared=place.shared,
                 messages_tail=place.messages[place.shared :],
                 tools_as_parent=parent is not None and parent.tools is place.tools,
@@ -188,6 +202,9 @@ class SessionCapture:
             )
         )
         call = self._calls[completion_id] = OpenCall(self, completion_id, place)
+        call.policy_version = self._ledger.header.policy_version
+        if previous is not None:
+            call.previous, call.attached, call.previous_messages = previous, "exact", depth
         return call
 
     def redelivered(self, completion_id: str) -> None:
@@ -248,6 +265,21 @@ class OpenCall:
         self._generation: Generation | None = None
         self._sampling: dict[str, Any] = {}
         self._appended = False
+        self._mode: Mode = "messages"
+        self._notes: list[str] = []
+        self._findings: list[str] = []
+        self.previous: TokenNode | None = None
+        """The earlier call whose answer this request continues, under an identical head."""
+        self.attached: AttachLevel | None = None
+        self.ambiguous = False
+        self.continued_tokens: int | None = None
+        """How many of the previous call's sampled tokens are continued; None: all of them."""
+        self.previous_messages = 0
+        """How many leading messages of the request are those of the previous call and its answer."""
+        self.backend = ""
+        """The name of the backend that is asked; to be set by who asks, before the call ends."""
+        self.policy_version: str | None = None
+        """That of the first sampled token; to be set by who asks, where it is not the session's."""
         self.delivered_tokens = 0
         """How many of the sampled tokens were written while the harness was there; to be kept up
         to date by who writes them, and recorded of an answer that does not get through whole."""
@@ -261,6 +293,29 @@ class OpenCall:
     def after(self) -> TokenNode | None:
         """The earlier call that this one probably continues."""
         return self._place.parent
+
+    def composed(
+        self, mode: Mode, *, notes: Sequence[str] = (), findings: Sequence[str] = ()
+    ) -> None:
+        """How the engine is asked for it, and what is to be said of that; recorded at its end."""
+        self._mode = mode
+        self._notes += notes
+        self._findings += findings
+
+    def rendered(self, shared: int, tail: Ids) -> None:
+        """Journal the engine's own rendering of `previous` up to and including its answer: the
+        first `shared` ids of its recorded prompt and sample, then `tail`."""
+        if self.previous is not None:
+            self._capture._write(
+                journal.Rendered(
+                    completion_id=self.previous.completion_id,
+                    shared=shared,
+                    tail=journal.pack(tail),
+                )
+            )
+
+    async def durable(self) -> None:
+        """Returns when what was recorded survives as much as it is configured to."""
 
     def follow(self, generation: Generation, sampling: dict[str, Any]) -> None:
         """The answer comes in pieces; what there is of it counts, however the call ends."""
@@ -315,7 +370,7 @@ class OpenCall:
             if reply.sampled_ids:
                 record = self._completed(reply, self._sampling)
                 record.finish_reason = record.stop_reason = None
-                record.findings = [*reply.findings, code]
+                record.findings = [*record.findings, code]
                 record.delivered, record.delivered_tokens = False, self.delivered_tokens
                 return record
         return journal.Failed(
@@ -357,8 +412,13 @@ class OpenCall:
                 "cached_tokens": usage.cached_tokens,
                 "reasoning_tokens": usage.reasoning_tokens,
             },
-            findings=reply.findings,
-            notes=reply.notes,
+            mode=self._mode,
+            logprob_kind=reply.logprob_kind,
+            backend=self.backend,
+            policy_version=self.policy_version,
+            versions=reply.versions,
+            findings=[*self._findings, *reply.findings],
+            notes=[*self._notes, *reply.notes],
             at=time.time(),
         )
 

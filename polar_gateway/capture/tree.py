@@ -88,6 +88,14 @@ class Place:
         self.parent = parent
         self.shared = shared
 
+    def previous(self) -> tuple[int, Completion | None]:
+        """The call whose answer the request continues, and how many of its messages that covers."""
+        for depth in range(len(self.path), 0, -1):
+            answers = [each for each in self.path[depth - 1].answers if each.tools == self.tools]
+            if answers:
+                return depth, max(answers, key=lambda each: (each.delivered, each.index))
+        return 0, None
+
 
 class MessageTree:
     def __init__(self) -> None:

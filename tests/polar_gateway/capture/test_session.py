@@ -105,6 +105,7 @@ def plain(session: CompletionSession) -> dict[str, Any]:
     def fields(completion: Completion) -> dict[str, Any]:
         known = {name: getattr(completion, name) for name in completion.__struct_fields__}
         known["parent"] = completion.parent and completion.parent.index
+        known["previous"] = completion.previous and completion.previous.index
         return {**known, "prompt_ids": completion.prompt_ids, "messages": completion.messages}
 
     completions = [fields(completion) for completion in session.completions]
