@@ -59,7 +59,10 @@ def configuration_tables() -> str:
 
 
 def finding_tables() -> str:
-    titles: dict[Scope, str] = {"completion": "Of one model call", "session": "Of the whole session"}
+    titles: dict[Scope, str] = {
+        "completion": "Of one model call",
+        "session": "Of the whole session",
+    }
     return "\n\n".join(
         f"### {title}\n\n| code | level | what it means | what to do |\n|---|---|---|---|\n"
         + "\n".join(
