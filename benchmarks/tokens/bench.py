@@ -4,7 +4,13 @@ The sessions go on side by side, turn by turn, so that a turn's cost can be told
 proxy, which reads each request and each reply once and does nothing with it, goes the same way.
 """
 
+import shutil
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import anyio
@@ -14,50 +20,180 @@ from benchmarks.proxy.process import OTHER_CORE, Server, pin
 from benchmarks.proxy.servers import PATHS, Servers, call, servers
 from benchmarks.report import BrokenBenchError, Line, progress
 from benchmarks.tokens import session45
+from builders import StrategySpec
+from harness_adapters.base import AgentSpec
+from polar_gateway import recovery, stages
 from polar_gateway.capture.session import read_session
+from polar_gateway.garbage import collect_rarely
+from polar_gateway.protocol import SessionDispatchRequest
 
+MODES = ("messages", "tokens")
 AT_ONCE = 8
 WARM_SESSIONS = 3
-"""Whole ones, before memory is read: what every process has once and for all is there then."""
+"""Whole ones, before anything is read: what a process has once and for all is there then."""
+TIMED_SESSIONS = 12
 LIVE_SESSIONS = 50
+"""Where memory is asked for; they are timed as well."""
+BUILDS = 15
+RECOVERED_SESSIONS, RECOVERED_TURNS = 1_000, 10
+LEAST_SECONDS = 0.000_2
+"""By which two servers' costs of a turn can be told apart."""
+EARLY, LATE = slice(5, 10), slice(session45.TURNS - 5, session45.TURNS)
 
 
 def run(wanted: Callable[[str], bool]) -> Iterator[Line]:
     pin(OTHER_CORE)
-    names = ("tokens/memory45", "tokens/journal45")
-    if any(map(wanted, names)):
-        live = LIVE_SESSIONS if wanted("tokens/memory45") else 0
-        with servers({session45.NAME: session45.TURNS}, WARM_SESSIONS + live) as running:
-            for line in _kept(running, live):
-                if wanted(line.bench):
-                    yield line
+    for mode in MODES:
+        yield from _mode(mode, wanted)
+    if wanted("tokens/recover"):
+        yield _recovered()
 
 
-def _kept(running: Servers, live: int) -> Iterator[Line]:
-    """What sessions leave in the gateway's memory and on disk while they live."""
-    gateway = running.gateway
-    _driven(gateway, range(WARM_SESSIONS))
-    before = gateway.process.memory_info().rss
-    _driven(gateway, range(WARM_SESSIONS, WARM_SESSIONS + live))
-    _check(running, range(WARM_SESSIONS + live))
-    if live:
-        grown = (gateway.process.memory_info().rss - before) / live
-        yield Line(bench="tokens/memory45", value=round(grown / 1e6, 3), unit="MB", bound=0.8)
-    size = journal(running.folder, 0).stat().st_size
-    yield Line(bench="tokens/journal45", value=round(size / 1e6, 3), unit="MB", bound=1.0)
+def _mode(mode: str, wanted: Callable[[str], bool]) -> Iterator[Line]:
+    """The lines of one way to ask the engine."""
+    suffix = "" if mode == "messages" else f"/{mode}"
+
+    def is_wanted(*names: str) -> bool:
+        return any(wanted(f"tokens/{name}{suffix}") for name in names)
+
+    live = LIVE_SESSIONS if is_wanted("memory45") else 0
+    timed = TIMED_SESSIONS if is_wanted("growth", "session45") else 0
+    if not live and not timed and not is_wanted("journal45", "build45"):
+        return
+    count = WARM_SESSIONS + max(live, timed)
+    turns = {session45.NAME: session45.TURNS}
+    with servers(turns, count, floor=["decode"], gateway=[mode]) as running:
+        ours = _driven_warm(running.gateway, max(live, timed))
+        _check(running, range(count))
+        first = journal(running.folder, 0)
+        figures = [
+            Line(bench="journal45", value=first.stat().st_size / 1e6, unit="MB", bound=1.0),
+        ]
+        if live:
+            grown = ours.memory / live / 1e6
+            figures.append(Line(bench="memory45", value=grown, unit="MB", bound=0.8))
+        if timed:
+            figures += _compared(ours, _driven_warm(running.floor, timed))
+        if is_wanted("build45"):
+            figures.append(Line(bench="build45", value=_built(first), unit="ms", bound=50))
+        for line in figures:
+            if is_wanted(line.bench):
+                line.bench = f"tokens/{line.bench}{suffix}"
+                line.value = round(line.value, 3)
+                yield line
 
 
-def _driven(server: Server, numbers: range) -> list[float]:
+class Driven(NamedTuple):
+    """What the sessions behind the warm ones cost a server."""
+
+    turns: list[float]
+    """CPU seconds a session, turn by turn."""
+    memory: int
+    """Bytes by which the process has grown."""
+
+
+def _driven_warm(server: Server, sessions: int) -> Driven:
+    _driven(server, range(WARM_SESSIONS))
+    before = server.process.memory_info().rss
+    turns = _driven(server, range(WARM_SESSIONS, WARM_SESSIONS + sessions))
+    grown = server.process.memory_info().rss - before
+    return Driven([seconds / max(sessions, 1) for seconds in turns], grown)
+
+
+def _compared(ours: Driven, decoding: Driven) -> list[Line]:
+    """Growth of what the gateway costs more than the decode-only proxy, and all that both cost.
+
+    That one decodes every id; where the gateway does with less, it costs less, and grows by 0.
+    """
+    more = [mine - least for mine, least in zip(ours.turns, decoding.turns, strict=True)]
+    early, late = sum(more[EARLY]) / 5, sum(more[LATE]) / 5
+    whole = sum(ours.turns)
+    progress(
+        f"a turn costs {early * 1000:.2f} ms more than decoding, at last {late * 1000:.2f} ms; "
+        f"the session {whole * 1000:.0f} ms, decoding alone {sum(decoding.turns) * 1000:.0f} ms"
+    )
+    return [
+        Line(
+            bench="growth",
+            value=late * 1000,
+            unit="ms",
+            ratio=_ratio(max(late, 0.0), max(early, LEAST_SECONDS)),
+            bound=1.5,
+        ),
+        Line(
+            bench="session45",
+            value=whole * 1000,
+            unit="ms",
+            ratio=_ratio(whole, sum(decoding.turns)),
+            bound=2.5,
+        ),
+    ]
+
+
+def _ratio(value: float, least: float) -> float:
+    return round(value / least, 2)
+
+
+def _built(path: Path) -> float:
+    """CPU milliseconds from a journal to the checked trajectory of its session."""
+    collect_rarely()
+    took = []
+    for _ in range(BUILDS):
+        began = time.process_time()
+        trajectory = stages.build(_dispatch("built"), read_session(path))
+        took.append((time.process_time() - began) * 1000)
+        if sum(trajectory.traces[-1].loss_mask) != session45.TURNS * session45.SAMPLED:
+            raise BrokenBenchError("the session is not one trace of all its turns")
+    return statistics.median(took)
+
+
+def _recovered() -> Line:
+    """How fast a node reads what its sessions left when it was killed in the middle of a call."""
+    collect_rarely()
+    with tempfile.TemporaryDirectory() as name:
+        attempts = Path(name)
+        with servers({session45.NAME: RECOVERED_TURNS}, 1) as running:
+            _driven(running.gateway, range(1), RECOVERED_TURNS)
+            written = journal(running.folder, 0)
+            for number in range(RECOVERED_SESSIONS):
+                folder = attempts / f"{number:04d}"
+                recovery.accept(folder, _dispatch(f"s{number}"))
+                shutil.copy(written, folder / recovery.JOURNAL)
+                # The last record is half-written.
+                with (folder / recovery.JOURNAL).open("r+b") as cut:
+                    cut.truncate(written.stat().st_size - 100)
+        began = time.process_time()
+        for folder, dispatch in recovery.unfinished(attempts):
+            result = recovery.result_of(folder, dispatch, "bench", "the node was killed")
+            if result.completion_count != RECOVERED_TURNS - 1 or result.trajectory is None:
+                raise BrokenBenchError(f"{folder} holds {result.completion_count} completions")
+        took = time.process_time() - began
+    return Line(
+        bench="tokens/recover", value=round(RECOVERED_SESSIONS / took, 1), unit="sessions/s"
+    )
+
+
+def _dispatch(session_id: str) -> SessionDispatchRequest:
+    return SessionDispatchRequest(
+        session_id=session_id,
+        task_id="bench",
+        instruction="",
+        agent=AgentSpec(harness="codex"),
+        builder=StrategySpec(strategy="prefix_merging"),
+    )
+
+
+def _driven(server: Server, numbers: range, turns: int = session45.TURNS) -> list[float]:
     """The server's CPU seconds for each turn of these sessions."""
-    return anyio.run(_drive, server, numbers)
+    return anyio.run(_drive, server, numbers, turns)
 
 
-async def _drive(server: Server, numbers: range) -> list[float]:
+async def _drive(server: Server, numbers: range, turns: int) -> list[float]:
     spent = []
     url = server.url + PATHS["chat"]
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as client:
-        for turn in session45.turns():
+        for turn in session45.turns(turns):
             before = server.cpu_seconds()
             waiting = iter(numbers)
             body = turn.requests["chat/plain"]
