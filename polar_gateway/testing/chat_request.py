@@ -12,7 +12,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.document = {
+        self.document: dict[str, Any] = {
             "error": {"message": message, "type": kind, "param": param, "code": status}
         }
 
@@ -43,6 +43,10 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
+class _KvTransfer(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
 class _Body(msgspec.Struct, kw_only=True):
     """The fields that decide on a generation; as in vLLM, unknown ones change nothing."""
 
@@ -63,10 +67,14 @@ class _Body(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    kv_transfer_params: _KvTransfer | None = None
 
 
 class ChatRequest(NamedTuple):
     messages: list[dict[str, Any]]
+    prompt_ids: list[int] | None
+    """What the prompt is in place of the messages."""
     tools: list[dict[str, Any]] | None
     template_arguments: dict[str, Any]
     max_tokens: int | None
@@ -80,6 +88,15 @@ class ChatRequest(NamedTuple):
     return_token_ids: bool
     parse_tools: bool
     parallel_tool_calls: bool
+
+
+def has_media(messages: list[dict[str, Any]]) -> bool:
+    return any(
+        isinstance(part, dict) and part.get("type") == "image_url"
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +173,12 @@ def checked(document: dict[str, Any], model: str, max_model_len: int) -> ChatReq
         )
     return ChatRequest(
         messages=document["messages"],
+        prompt_ids=body.kv_transfer_params.prompt_token_ids if body.kv_transfer_params else None,
         tools=None if body.tools is None else [_tool(t["function"]) for t in document["tools"]],
-        template_arguments=body.chat_template_kwargs or {},
+        template_arguments={
+            **(body.chat_template_kwargs or {}),
+            "add_generation_prompt": body.add_generation_prompt,
+        },
         max_tokens=max_tokens,
         temperature=temperature,
         seed=body.seed,

@@ -2,9 +2,10 @@
 
 import codecs
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from polar_gateway.testing.policy import Sample, SeededPolicy
+from polar_gateway.testing.policy import SeededPolicy
 from polar_gateway.testing.script import Line
 from polar_gateway.testing.tokenizer import ChatTokenizer
 
@@ -18,12 +19,15 @@ class Token(NamedTuple):
     """What the policy knew when it sampled."""
     text: str
     """Empty inside a UTF-8 sequence, behind a stop string, and for the end of the turn."""
+    scale: float = 1.0
+    """The temperature of the distribution that the log probability is of."""
 
 
 class Generation(NamedTuple):
     tokens: list[Token]
     finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the end of the turn where that is not the template's."""
 
 
 class _Stop(NamedTuple):
@@ -41,35 +45,47 @@ def generate(
     temperature: float,
     stop: list[str],
     source: random.Random,
+    processed: bool = False,
+    begun: Sequence[Token] = (),
 ) -> Generation:
-    """At most `limit` tokens that spell the line, its end of turn or stop string included."""
+    """At most `limit` tokens that spell the line, its end of turn or stop string included.
+
+    `processed` log probabilities are those at the temperature; the others know of none. `begun` are
+    tokens of this line that have been sampled already, perhaps by another policy.
+    """
+    end = tokenizer.id_of(line.end)
+    scale = temperature if processed and temperature else 1.0
     forced: list[int] | None = None
-    if line.tokens == "canonical":
-        forced = [*tokenizer.encode(line.text), tokenizer.end_of_turn]
-    rest = line.text.encode()
+    if line.tokens == "canonical" and not line.begun:
+        forced = [*tokenizer.encode(line.text), end]
+    rest = line.text.encode()[len(line.begun) :]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(line.begun)
     context = policy.context(prompt_ids)
     said = ""
-    tokens: list[Token] = []
+    for token in begun:
+        spelled = tokenizer.bytes_of[token.token_id]
+        said += decoder.decode(spelled)
+        rest = rest[len(spelled) :]
+        context = policy.context([token.token_id], context)
+    tokens = list(begun)
     while len(tokens) < limit:
-        allowed = [forced[len(tokens)]] if forced else tokenizer.continuations(rest)
-        sample = policy.choose(context, allowed, temperature, source)
-        ends = sample.token_id == tokenizer.end_of_turn
-        spelled = b"" if ends else tokenizer.bytes_of[sample.token_id]
-        tokens.append(_token(sample, context, decoder.decode(spelled, final=ends)))
+        allowed = [forced[len(tokens)]] if forced else tokenizer.continuations(rest) or [end]
+        token_id = policy.choose(context, allowed, temperature, source).token_id
+        ends = token_id == end
+        spelled = b"" if ends else tokenizer.bytes_of[token_id]
+        logprob = policy.logprob(context, token_id, scale)
+        text = decoder.decode(spelled, final=ends)
+        tokens.append(Token(token_id, logprob, context, text, scale))
         if ends:
-            return Generation(tokens, "stop")
-        said += tokens[-1].text
+            return Generation(tokens, "stop", None if end == tokenizer.end_of_turn else end)
+        said += text
         found = _first_stop(said, stop)
         if found is not None:
             return Generation(_cut(tokens, found.begin), "stop", found.text)
         rest = rest[len(spelled) :]
-        context = policy.context([sample.token_id], context)
+        context = policy.context([token_id], context)
     return Generation(tokens, "length")
-
-
-def _token(sample: Sample, context: int, text: str) -> Token:
-    return Token(sample.token_id, sample.logprob, context, text)
 
 
 def _first_stop(said: str, stop: list[str]) -> _Stop | None:

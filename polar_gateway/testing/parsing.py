@@ -128,6 +128,11 @@ class TurnParser:
         return parsed
 
 
+def thinking_open(prompt: str) -> bool:
+    """Whether an answer to the prompt begins inside its reasoning."""
+    return "</think>" not in prompt.rpartition("<|im_start|>assistant\n")[2]
+
+
 def _argument_text(call: str) -> str:
     """The arguments in the text of an unfinished call; without the brace that closes the call."""
     begin = _ARGUMENTS.search(call)

@@ -25,23 +25,30 @@ class SeededPolicy:
         logits = [source.gauss(0.0, 2.0) for _ in range(size)]
         denominator = math.log(math.fsum(math.exp(x) for x in logits))
         self._logprobs = [x - denominator for x in logits]
+        self._denominators: dict[float, float] = {1.0: 0.0}
+        """Temperature -> the logarithm by which its softmax is normalised."""
         self._likeliest = sorted(range(size), key=self._logprobs.__getitem__, reverse=True)
 
     def context(self, ids: Sequence[int], before: int = 0) -> int:
         """The checksum of a context, or of one that goes on where `before` ended."""
         return zlib.crc32(array("i", ids).tobytes(), before)
 
-    def logprob(self, context: int, token_id: int) -> float:
-        """Of the undistorted distribution: temperature and the script's mask leave it alone."""
-        return self._logprobs[(token_id + context) % len(self._logprobs)]
+    def logprob(self, context: int, token_id: int, temperature: float = 1.0) -> float:
+        """Of the distribution at a temperature; the script's mask leaves it alone."""
+        logprob = self._logprobs[(token_id + context) % len(self._logprobs)]
+        return logprob / temperature - self._denominator(temperature)
 
-    def top(self, context: int, count: int) -> list[Sample]:
+    def top(self, context: int, count: int, temperature: float = 1.0) -> list[Sample]:
         """The likeliest tokens of a context."""
         size = len(self._logprobs)
-        return [
-            Sample((slot - context) % size, self._logprobs[slot])
-            for slot in self._likeliest[:count]
-        ]
+        ids = [(slot - context) % size for slot in self._likeliest[:count]]
+        return [Sample(i, self.logprob(context, i, temperature)) for i in ids]
+
+    def _denominator(self, temperature: float) -> float:
+        if temperature not in self._denominators:
+            scaled = math.fsum(math.exp(x / temperature) for x in self._logprobs)
+            self._denominators[temperature] = math.log(scaled)
+        return self._denominators[temperature]
 
     def choose(
         self, context: int, allowed: list[int], temperature: float, source: random.Random

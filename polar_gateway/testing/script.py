@@ -29,7 +29,11 @@ ASSISTANT_TURNS = r"<\|im_start\|>assistant\n(?=.*?<\|im_end\|>)"
 THINKING_CLOSED = "</think>\n\n"
 """How a generation prompt ends under `enable_thinking: false`."""
 
+OPENING = b"<|im_start|>assistant\n"
+EMPTY_THINKING = b"<think>\n\n</think>\n\n"
+
 Spelling = Literal["random", "canonical"]
+EndOfTurn = Literal["<|im_end|>", "<|endoftext|>"]
 
 
 class ScriptedCall(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +47,8 @@ class Step(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     think: str = ""
     say: str = ""
     calls: list[ScriptedCall] = []
+    end: EndOfTurn = "<|im_end|>"
+    """The token that ends the turn; the template closes every turn with the first one."""
 
     @property
     def text(self) -> str:
@@ -73,10 +79,9 @@ class Rule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         wanted = [self.match] if isinstance(self.match, str) else self.match
         return all(re.search(pattern, prompt, re.DOTALL) for pattern in wanted)
 
-    def step(self, prompt: str) -> str:
+    def step(self, prompt: str) -> Step | str:
         taken = sum(1 for _ in re.finditer(self.count, prompt, re.DOTALL))
-        step = self.steps[min(taken, len(self.steps) - 1)]
-        return step if isinstance(step, str) else step.text
+        return self.steps[min(taken, len(self.steps) - 1)]
 
 
 class Line(NamedTuple):
@@ -84,6 +89,9 @@ class Line(NamedTuple):
 
     text: str
     tokens: Spelling
+    end: EndOfTurn = "<|im_end|>"
+    begun: bytes = b""
+    """What of the text the prompt holds already: it is an answer that is gone on with."""
 
 
 class Script(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -95,10 +103,25 @@ class Script(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         """The answer to a rendered prompt. Where the prompt has closed the thinking already, the
         answer's own thinking is left out."""
         rule = next((rule for rule in self.rules if rule.applies(prompt)), None)
-        text, tokens = (rule.step(prompt), rule.tokens) if rule else (self.otherwise.text, "random")
+        step = rule.step(prompt) if rule else self.otherwise
+        text, end = (step, _END) if isinstance(step, str) else (step.text, step.end)
         if prompt.endswith(THINKING_CLOSED) and text.startswith("<think>"):
             text = text.partition("</think>")[2].lstrip("\n")
-        return Line(text, tokens)
+        return Line(text, rule.tokens if rule else "random", end)
+
+    def rest(self, prompt: bytes) -> Line:
+        """The answer to a prompt that is known by its tokens alone, and may end in the middle of
+        that answer: then the line says how much of it there is."""
+        before, opening, begun = prompt.rpartition(OPENING)
+        if not opening or _END.encode() in begun:
+            return self.line(prompt.decode("utf-8", "replace"))
+        if begun.startswith(EMPTY_THINKING):
+            opening, begun = opening + EMPTY_THINKING, begun.removeprefix(EMPTY_THINKING)
+        line = self.line((before + opening).decode("utf-8", "replace"))
+        return line._replace(begun=begun) if line.text.encode().startswith(begun) else line
+
+
+_END: EndOfTurn = "<|im_end|>"
 
 
 class ScriptFile:

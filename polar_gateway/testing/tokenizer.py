@@ -4,8 +4,10 @@ Everything here is pure. Text becomes ids the way vLLM with the same files makes
 prompt has the same ids on the scripted engine and on a real one.
 """
 
+import codecs
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +37,7 @@ class ChatTokenizer:
 
         self.size = self._tokenizer.get_vocab_size()
         self.end_of_turn = self.id_of("<|im_end|>")
+        self.ends_of_turn = {self.end_of_turn, self.id_of("<|endoftext|>")}
         added = {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items()}
         self.bytes_of = [
             added[i].encode() if i in added else _spelled_bytes(self._tokenizer.id_to_token(i))
@@ -65,14 +68,26 @@ class ChatTokenizer:
         """Everything, control tokens too."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def spelled(self, ids: list[int]) -> bytes:
+        """Everything, control tokens too, and halves of characters as they are."""
+        return b"".join([self.bytes_of[i] for i in ids])
+
+    def texts(self, ids: list[int]) -> Iterator[tuple[int, str]]:
+        """Each token with the visible text that it completes; the end of a turn shows none."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for number, token_id in enumerate(ids, start=1):
+            ends = token_id in self.ends_of_turn
+            yield (
+                token_id,
+                decoder.decode(b"" if ends else self.bytes_of[token_id], number == len(ids)),
+            )
+
     def continuations(self, rest: bytes) -> list[int]:
         """Every token that a model which still has to say `rest` may say next, shortest first.
 
         Markup is always its own token, since streaming parsers look for that id and not for the
-        text; with nothing left to say it is the end of the turn.
+        text.
         """
-        if not rest:
-            return [self.end_of_turn]
         window = rest[: self._longest + 32]
         markup = self._markup.search(window)
         if markup is not None:
@@ -88,12 +103,14 @@ class ChatTokenizer:
         tools: list[dict[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        images: bool = False,
         **template_arguments: Any,
     ) -> str:
-        """The prompt as text. Raises RenderError when the template refuses."""
+        """The prompt as text, in which `images`, where they are allowed, are but a mark. Raises
+        RenderError when the template refuses."""
         try:
             return self._template.render(
-                messages=[_prepared(m) for m in messages],
+                messages=[_prepared(m, images) for m in messages],
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **template_arguments,
@@ -111,9 +128,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _prepared(message: dict[str, Any]) -> dict[str, Any]:
+def _prepared(message: dict[str, Any], images: bool) -> dict[str, Any]:
     """A chat message as vLLM hands it to a template: flat text, arguments as objects."""
-    prepared: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
+    prepared: dict[str, Any] = {
+        "role": message["role"],
+        "content": _text(message.get("content"), images),
+    }
     if message["role"] == "assistant":
         prepared["reasoning"] = message.get("reasoning") or message.get("reasoning_content")
         prepared["tool_calls"] = [
@@ -128,7 +148,7 @@ def _prepared(message: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _text(content: Any) -> str:
+def _text(content: Any, images: bool) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -139,6 +159,8 @@ def _text(content: Any) -> str:
             texts.append(part)
         elif part.get("type") in TEXT_PARTS:
             texts.append(part.get(part["type"]) or part.get("text") or "")
+        elif images and part.get("type") == "image_url":
+            texts.append("<image>")
         else:
             raise RenderError("tiny is not a multimodal model")
     return "\n".join(texts)

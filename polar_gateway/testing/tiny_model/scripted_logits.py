@@ -43,6 +43,7 @@ class _Speaker:
         self._tokenizer = tokenizer
         self._script = script
         self._rest: bytes | None = None
+        self._end = tokenizer.end_of_turn
         self._forced: list[int] | None = None
         self._heard = 0
 
@@ -50,9 +51,10 @@ class _Speaker:
         self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
     ) -> torch.Tensor:
         if self._rest is None:
-            line = self._script.current().line(self._tokenizer.decode(list(prompt_ids)))
-            self._rest = line.text.encode()
-            if line.tokens == "canonical":
+            line = self._script.current().rest(self._tokenizer.spelled(list(prompt_ids)))
+            self._rest = line.text.encode()[len(line.begun) :]
+            self._end = self._tokenizer.id_of(line.end)
+            if line.tokens == "canonical" and not line.begun:
                 self._forced = self._tokenizer.encode(line.text)
         for token_id in output_ids[self._heard :]:
             self._rest = self._rest[len(self._tokenizer.bytes_of[token_id]) :]
@@ -60,8 +62,8 @@ class _Speaker:
         if self._forced is not None and self._heard < len(self._forced):
             allowed = [self._forced[self._heard]]
         else:
-            allowed = self._tokenizer.continuations(self._rest)
-        for choice in (allowed, [self._tokenizer.end_of_turn]):
+            allowed = self._tokenizer.continuations(self._rest) or [self._end]
+        for choice in (allowed, [self._end]):
             kept = logits[choice].clone()
             if kept.max() > -torch.inf:
                 logits.fill_(-torch.inf)

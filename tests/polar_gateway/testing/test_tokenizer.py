@@ -47,8 +47,8 @@ def test_every_continuation_is_a_prefix_of_what_is_left_to_say(text: str) -> Non
     assert all(rest.startswith(TOKENIZER.bytes_of[i]) for i in continuations)
 
 
-def test_only_the_end_of_the_turn_continues_a_finished_text() -> None:
-    assert TOKENIZER.continuations(b"") == [TOKENIZER.end_of_turn]
+def test_nothing_continues_a_finished_text() -> None:
+    assert TOKENIZER.continuations(b"") == []
 
 
 def test_markup_is_never_spelled_out() -> None:
