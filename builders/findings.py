@@ -6,7 +6,7 @@ no code is found that does not stand here is for a test to say.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -410,30 +410,34 @@ def disqualifying(completion: Completion, strict: Collection[str] = ()) -> str |
 
 def of(completion: Completion) -> list[Found]:
     """What is to be known of one completion: what its capture found, then what its record shows."""
-    sampled = len(completion.sampled_ids)
-    captured = list(dict.fromkeys(completion.findings))
-    found = [Found(code) for code in captured]
-    if not sampled and "ids_missing" not in captured:
-        found.append(Found("ids_missing"))
-    if not completion.prompt_length and "prompt_ids_missing" not in captured:
-        found.append(Found("prompt_ids_missing"))
-    if sampled and not any(code.startswith("logprobs_") for code in captured):
-        found += _of_logprobs(completion)
+    found = {code: Found(code) for code in completion.findings}
+    for one in _shown(completion):
+        found.setdefault(one.code, one)
+    return list(found.values())
+
+
+def _shown(completion: Completion) -> Iterator[Found]:
+    """What the record shows by itself."""
+    if not completion.sampled_ids:
+        yield Found("ids_missing")
+    if not completion.prompt_length:
+        yield Found("prompt_ids_missing")
+    said = any(code.startswith("logprobs_") for code in completion.findings)
+    if completion.sampled_ids and not said:
+        yield from _of_logprobs(completion)
     if not_behaviour(completion):
-        found.append(Found("logprob_not_behaviour"))
+        yield Found("logprob_not_behaviour")
     if not completion.delivered:
-        delivered = completion.delivered_tokens or 0
-        found.append(Found("undelivered", {"delivered_tokens": delivered}))
+        yield Found("undelivered", {"delivered_tokens": completion.delivered_tokens or 0})
     if completion.ambiguous:
-        found.append(Found("ambiguous_attachment"))
+        yield Found("ambiguous_attachment")
     if completion.finish_reason == "length":
-        found.append(Found("budget_cut"))
+        yield Found("budget_cut")
     if completion.finish_reason == "abort":
-        found.append(Found("aborted"))
+        yield Found("aborted")
     unknown = sum(span.end - span.start for span in completion.versions if span.version is None)
     if unknown:
-        found.append(Found("policy_version_unknown", {"unknown_tokens": unknown}))
-    return found
+        yield Found("policy_version_unknown", {"unknown_tokens": unknown})
 
 
 def not_behaviour(completion: Completion) -> bool:

@@ -41,7 +41,9 @@ CALL_MARKUP = re.compile(
 )
 """How chat models write tool calls, where no parser takes them out of the text."""
 
-NO_ENDING = frozenset({"engine_broke_off", "call_unfinished", "call_cut_by_seal", "gateway_failed"})
+NO_ENDING = frozenset(
+    {"aborted", "engine_broke_off", "call_unfinished", "call_cut_by_seal", "gateway_failed"}
+)
 """Findings of answers that ended otherwise than by the policy's or the harness's will."""
 
 
