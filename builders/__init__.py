@@ -2,12 +2,14 @@
 
 from builders import plugins
 from builders.base import SpecError, StrategySpec, TrajectoryBuilder, convert_config
+from builders.lineage import Lineage
 from builders.per_request import PerRequest
 from builders.prefix_merging import PrefixMerging
 
 BUILDERS: dict[str, type[TrajectoryBuilder]] = {
     "per_request": PerRequest,
     "prefix_merging": PrefixMerging,
+    "lineage": Lineage,
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from builders.eligible import Options
+from builders.eligible import OptionError, Options
 from builders.records import CompletionSession, Trajectory
 
 ConfigT = TypeVar("ConfigT")
@@ -49,6 +49,8 @@ def convert_config(config: dict[str, Any], to: type[ConfigT], path: str) -> Conf
     try:
         return msgspec.convert(config, to)
     except msgspec.ValidationError as error:
+        if isinstance(wrong := error.__cause__, OptionError):
+            raise SpecError(f"{path}.{wrong.field}", wrong.message) from error
         message, _, inside = str(error).partition(" - at `$")
         field = path + inside.removesuffix("`")
         if named := re.search(r"(?:unknown|required) field `(.+)`$", message):

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from typing import Any, Literal, NamedTuple
 
-from builders.identity import wording
+from builders.echoes import wording
 from builders.records import Completion, CompletionSession, Ids
 
 COMMON_END_MARKUP = re.compile(

@@ -79,12 +79,22 @@ class TokenNode(msgspec.Struct, kw_only=True, eq=False):
     @property
     def prompt_ids(self) -> Ids:
         """The whole prompt, int32; costs a walk up the parents and one copy."""
-        pieces = [self.tail]
-        node, wanted = self.parent, self.shared
-        while node is not None and wanted > 0:
-            if wanted > node.shared:
-                pieces.append((node.tail + node.sampled_ids)[: wanted - node.shared])
-                wanted = node.shared
+        return self.prompt_from(0)
+
+    def prompt_from(self, start: int) -> Ids:
+        """The prompt's ids from position `start` on; walks up no further than they reach."""
+        pieces: list[Ids] = []
+        node, end = self, self.prompt_length
+        while end > start:
+            # Of this node's context the positions from its `shared` on are its own.
+            if end > node.shared:
+                own = node.tail
+                if end > node.prompt_length:
+                    own = own + node.sampled_ids[: end - node.prompt_length]
+                pieces.append(own[max(start - node.shared, 0) : end - node.shared])
+                end = node.shared
+            if node.parent is None:
+                break
             node = node.parent
         ids: Ids = array("i")
         for piece in reversed(pieces):
@@ -92,12 +102,19 @@ class TokenNode(msgspec.Struct, kw_only=True, eq=False):
         return ids
 
     def prompt_after(self, earlier: Self) -> Ids | None:
-        """What this prompt adds to that of `earlier`; None when it does not begin with it."""
+        """What this prompt adds to that of `earlier`; None when it does not begin with it.
+
+        Costs what is new where `earlier` is one of the calls by which the prompt is stored, else
+        two whole prompts.
+        """
         known = earlier.prompt_length
-        if self.parent is earlier and self.shared >= known:
-            return earlier.sampled_ids[: self.shared - known] + self.tail
-        prompt = self.prompt_ids
-        return prompt[known:] if prompt[:known] == earlier.prompt_ids else None
+        node = self
+        while node.parent is not None and node.shared >= known:
+            node = node.parent
+            if node is earlier:
+                return self.prompt_from(known)
+        begins = self.prompt_length >= known and self.prompt_ids[:known] == earlier.prompt_ids
+        return self.prompt_from(known) if begins else None
 
     @property
     def context_ids(self) -> Ids:
@@ -203,20 +220,44 @@ class CompletionSession(msgspec.Struct, kw_only=True):
     """Session-wide findings of the capture (a call that broke, a journal cut short)."""
 
 
-class Span(msgspec.Struct, kw_only=True):
-    """One run of sampled tokens in a trace: `response_ids[start : start + length]` is everything
-    that the named completion sampled. `metadata["spans"]` of a trace lists them, as plain dicts."""
+class Span(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One run of a completion's sampled tokens in a trace: `response_ids[start : start + length]`
+    are its first `length` ones. `metadata["spans"]` of a trace lists them, as plain dicts without
+    what has its default.
+    """
 
     start: int
     length: int
     completion_id: str
-    kind: str = "turn"
-    policy_version: str | None = None
+    kind: str
+    policy_version: str | None
+    """That of the completion's first token."""
+    logprob_kind: LogprobKind
+    sampling: dict[str, Any]
+    finish_reason: str | None
+    """The completion's, also where `length` is not all of it."""
+    shared: int = 0
+    """How many of its leading tokens an earlier trace trains; masked in this one."""
+    sampled: int | None = None
+    """How many tokens the completion sampled, where `length` is not all of them."""
     versions: list[VersionSpan] = []
-    """As `Completion.versions`, counted from the completion's first sampled token."""
-    logprob_kind: LogprobKind = "unknown"
-    sampling: dict[str, Any] = {}
-    finish_reason: str | None = None
+    """As `Completion.versions`, counted from the span's first token."""
+    mode: Mode = "messages"
+    previous: str | None = None
+    """The completion that the request continued, in whichever trace it stands."""
+    attached: AttachLevel | None = None
+    ambiguous: bool = False
+    continued_tokens: int | None = None
+    delivered: bool = True
+    stop_reason: int | str | None = None
+    asked: dict[str, Any] = {}
+    """tool_choice, response_format, ..., where they are not those that the trace gives."""
+    backend: str = ""
+    usage: dict[str, int] = {}
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    findings: list[str] = []
+    tensors: list[TensorRef] = []
 
 
 class Trace(msgspec.Struct, kw_only=True):

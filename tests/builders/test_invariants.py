@@ -2,15 +2,17 @@
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import builders
 from builders.base import StrategySpec
 from builders.check import check
-from builders.records import Trace, Trajectory
+from builders.records import CompletionSession, Span, Trace, Trajectory
 from tests.builders.world import ACTIONS, END_TEXT, World, decode, play
 
 worlds = st.builds(
@@ -20,8 +22,14 @@ worlds = st.builds(
     drifts=st.booleans(),
     flat=st.booleans(),
     spells_ends=st.booleans(),
+    composes=st.sampled_from([0.0, 0.7, 1.0]),
+    keeps=st.booleans(),
 )
 sessions = st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=14)
+strategies = st.sampled_from(sorted(builders.BUILDERS))
+options = st.fixed_dictionaries(
+    {"split_on_drift": st.booleans(), "max_tokens": st.none() | st.integers(30, 400)}
+)
 
 
 def trained(trajectory: Trajectory) -> Counter[tuple[int, float]]:
@@ -36,46 +44,94 @@ def trained(trajectory: Trajectory) -> Counter[tuple[int, float]]:
     )
 
 
-def spans(trace: Trace) -> list[tuple[str, int, int]]:
-    return [
-        (span["completion_id"], span["start"], span["length"]) for span in trace.metadata["spans"]
-    ]
+def spans(trace: Trace) -> list[Span]:
+    return msgspec.convert(trace.metadata["spans"], list[Span])
 
 
-@given(world=worlds, actions=sessions, ends=st.sampled_from([(2,), ()]))
-@settings(deadline=None, max_examples=100)
-def test_both_builders_train_on_exactly_what_was_sampled_and_delivered(
-    world: World, actions: list[str], ends: tuple[int, ...]
+def build(session: CompletionSession, strategy: str, config: dict[str, Any]) -> Trajectory:
+    builder = builders.make(StrategySpec(strategy=strategy, config=config))
+    trajectory = builder.build(session)
+    assert check(session, trajectory, builder.options) == []
+    return trajectory
+
+
+@given(world=worlds, actions=sessions, ends=st.sampled_from([(2,), ()]), config=options)
+@settings(deadline=None, max_examples=150)
+def test_all_builders_train_on_exactly_what_was_sampled_and_received(
+    world: World, actions: list[str], ends: tuple[int, ...], config: dict[str, Any]
 ) -> None:
     play(world, actions)
     session = world.session(ends=ends)
     truth = Counter(
         pair
         for sample in world.samples
-        if sample.trainable
-        for pair in zip(sample.sampled, sample.logprobs, strict=True)
+        for pair in list(zip(sample.sampled, sample.logprobs, strict=True))[
+            : world.trainable(sample, config["max_tokens"])
+        ]
     )
+    sampled = sum(len(sample.sampled) for sample in world.samples)
     for name in builders.BUILDERS:
-        builder = builders.make(StrategySpec(strategy=name))
-        trajectory = builder.build(session)
-        assert check(session, trajectory, builder.options) == []
+        trajectory = build(session, name, config)
         assert trained(trajectory) == truth
+        stats = trajectory.metadata["reconstruction_stats"]
+        left_out = sum(counts["tokens"] for counts in stats["left_out"].values())
+        assert truth.total() + left_out == sampled
 
 
-@given(world=worlds, actions=sessions)
-@settings(deadline=None, max_examples=100)
-def test_a_merged_context_is_the_sampled_one_wherever_no_drift_is_counted(
-    world: World, actions: list[str]
+@given(world=worlds, actions=sessions, strategy=strategies, config=options)
+@settings(deadline=None, max_examples=150)
+def test_every_token_stands_in_the_sampled_context_wherever_no_drift_is_counted(
+    world: World, actions: list[str], strategy: str, config: dict[str, Any]
 ) -> None:
     play(world, actions)
     truth = {sample.completion_id: sample for sample in world.samples}
-    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
+    trajectory = build(world.session(), strategy, config)
     for trace in trajectory.traces:
-        for completion_id, start, length in spans(trace):
-            sample = truth[completion_id]
-            assert trace.response_ids[start : start + length] == sample.sampled
+        assert len(trace.prompt_ids + trace.response_ids) <= (config["max_tokens"] or 10**6)
+        if config["split_on_drift"] or strategy == "per_request":
+            assert trace.metadata["context_drift"] == 0
+        for span in spans(trace):
+            sample = truth[span.completion_id]
+            sampled = trace.response_ids[span.start : span.start + span.length]
+            assert sampled == sample.sampled[: span.length]
             if trace.metadata["context_drift"] == 0:
-                assert trace.prompt_ids + trace.response_ids[:start] == sample.prompt
+                assert trace.prompt_ids + trace.response_ids[: span.start] == sample.prompt
+
+
+@given(world=worlds, actions=sessions, config=options)
+@settings(deadline=None, max_examples=100)
+def test_a_prompt_composed_of_recorded_tokens_never_drifts(
+    world: World, actions: list[str], config: dict[str, Any]
+) -> None:
+    play(world, actions)
+    composed = {c.completion_id for c in world.completions if c.mode == "tokens"}
+    for trace in build(world.session(), "prefix_merging", config).traces:
+        if composed.issuperset(trace.metadata["completion_ids"][1:]):
+            assert trace.metadata["context_drift"] == 0
+
+
+@given(world=worlds, actions=sessions, config=options)
+@settings(deadline=None, max_examples=150)
+def test_each_branch_shares_with_its_parent_what_it_masks(
+    world: World, actions: list[str], config: dict[str, Any]
+) -> None:
+    play(world, actions)
+    trajectory = build(world.session(), "lineage", config)
+    ends = []
+    for number, trace in enumerate(trajectory.traces):
+        shared = [span.shared for span in spans(trace)]
+        parent = trace.metadata["parent"]
+        if any(shared):
+            assert parent["trace"] < number
+            other = trajectory.traces[parent["trace"]]
+            whole, known = (t.prompt_ids + t.response_ids for t in (trace, other))
+            assert whole[: parent["shared_tokens"]] == known[: parent["shared_tokens"]]
+        ends.append((trace.metadata["completion_ids"][-1], spans(trace)[-1].shared))
+    # A trace adds something to those before it: no two are the same branch.
+    assert all(
+        shared < spans(trajectory.traces[at])[-1].length for at, (_, shared) in enumerate(ends)
+    )
+    assert len({name for name, _ in ends}) == len(ends)
 
 
 @given(
@@ -83,76 +139,80 @@ def test_a_merged_context_is_the_sampled_one_wherever_no_drift_is_counted(
     spells_ends=st.booleans(),
     texts=st.sampled_from([(), (END_TEXT,)]),
     actions=sessions,
+    composes=st.sampled_from([0.0, 1.0]),
 )
 @settings(deadline=None, max_examples=100)
 def test_a_merged_context_has_the_sampled_ones_text_where_the_harness_echoes_verbatim(
-    seed: int, spells_ends: bool, texts: tuple[str, ...], actions: list[str]
+    seed: int, spells_ends: bool, texts: tuple[str, ...], actions: list[str], composes: float
 ) -> None:
-    world = World(seed, faithful=True, spells_ends=spells_ends, repeats_itself=False)
+    world = World(
+        seed, faithful=True, spells_ends=spells_ends, repeats_itself=False, composes=composes
+    )
     play(world, actions)
     truth = {sample.completion_id: sample for sample in world.samples}
-    session = world.session(texts=texts)
-    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(session)
-    for trace in trajectory.traces:
-        for completion_id, start, _ in spans(trace):
-            context = trace.prompt_ids + trace.response_ids[:start]
-            assert decode(context) == decode(truth[completion_id].prompt)
+    for trace in build(world.session(texts=texts), "prefix_merging", {}).traces:
+        for span in spans(trace):
+            context = trace.prompt_ids + trace.response_ids[: span.start]
+            assert decode(context) == decode(truth[span.completion_id].prompt)
 
 
-@given(world=worlds, actions=sessions)
-@settings(deadline=None, max_examples=50)
-def test_the_traces_survive_a_trip_through_json(world: World, actions: list[str]) -> None:
+@given(world=worlds, actions=sessions, strategy=strategies, config=options)
+@settings(deadline=None, max_examples=100)
+def test_the_traces_survive_a_trip_through_json(
+    world: World, actions: list[str], strategy: str, config: dict[str, Any]
+) -> None:
     play(world, actions)
     session = world.session()
-    builder = builders.make(StrategySpec(strategy="prefix_merging"))
+    builder = builders.make(StrategySpec(strategy=strategy, config=config))
     trajectory = builder.build(session)
     decoded = msgspec.json.decode(msgspec.json.encode(trajectory), type=Trajectory)
     assert check(session, decoded, builder.options) == []
     assert decoded == trajectory
 
 
-@given(world=worlds, actions=sessions)
+@given(world=worlds, actions=sessions, strategy=st.sampled_from(["prefix_merging", "lineage"]))
 @settings(deadline=None, max_examples=100)
 def test_a_chain_follows_the_answers_that_were_truly_continued(
-    world: World, actions: list[str]
+    world: World, actions: list[str], strategy: str
 ) -> None:
     play(world, actions)
-    trainable = {sample.completion_id for sample in world.samples if sample.trainable}
-    calls = {completion.completion_id: completion for completion in world.completions}
-    # Rendered again, a text that spells the end of a turn begins with the very tokens of one that
-    # ended there: up to it the two are the same to whoever goes by tokens.
-    visible = {
-        name: {
-            **completion.response_message,
-            "reasoning_content": None,
-            "content": (completion.response_message.get("content") or "").partition("<|im_end|>")[
-                0
-            ],
-        }
-        for name, completion in calls.items()
-    }
-    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
-    for trace in trajectory.traces:
+    trainable = {sample.completion_id for sample in world.samples if world.trainable(sample)}
+    for trace in build(world.session(), strategy, {}).traces:
         for before, after in pairwise(trace.metadata["completion_ids"]):
-            truth = world.truly_after.get(after)
-            if truth in trainable and calls[truth].tools == calls[after].tools:
-                # Siblings that said the same in public, without a call, cannot be told apart.
-                assert before == truth or visible[before] == visible[truth]
+            # Siblings that said the same in public, without a call, cannot be told apart; whatever
+            # was taken for continued is marked.
+            if (truth := world.truly_after.get(after)) in trainable:
+                assert before == truth
 
 
 @given(
     seed=st.integers(0, 2**32),
-    actions=st.lists(st.sampled_from(["turn", "truncated", "retry", "sibling"]), min_size=1),
+    actions=st.lists(
+        st.sampled_from(["turn", "truncated", "retry", "half_delivered", "aborted"]), min_size=1
+    ),
     drifts=st.booleans(),
+    composes=st.sampled_from([0.0, 1.0]),
 )
 @settings(deadline=None, max_examples=100)
-def test_an_append_only_conversation_is_one_chain_beside_its_childless_siblings(
-    seed: int, actions: list[str], drifts: bool
+def test_an_append_only_conversation_is_one_chain(
+    seed: int, actions: list[str], drifts: bool, composes: float
 ) -> None:
-    world = World(seed, drifts=drifts, repeats_itself=False)
+    world = World(seed, drifts=drifts, repeats_itself=False, composes=composes)
+    play(world, [*actions, "turn"])
+    (trace,) = build(world.session(), "prefix_merging", {}).traces
+    assert len(trace.metadata["completion_ids"]) == len(actions) + 1
+
+
+@pytest.mark.parametrize("composes", [0.0, 1.0])
+@given(
+    seed=st.integers(0, 2**32), actions=st.lists(st.sampled_from(["turn", "sibling"]), min_size=1)
+)
+@settings(deadline=None, max_examples=50)
+def test_a_childless_sibling_is_a_chain_of_its_own(
+    composes: float, seed: int, actions: list[str]
+) -> None:
+    world = World(seed, repeats_itself=False, composes=composes)
     play(world, actions)
-    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
-    assert len(trajectory.traces) == 1 + actions.count("sibling")
-    childless = [trace.metadata["completion_ids"] for trace in trajectory.traces[:-1]]
-    assert [len(ids) for ids in childless] == [1] * len(childless)
-    assert len(trajectory.traces[-1].metadata["completion_ids"]) == len(actions)
+    traces = build(world.session(), "prefix_merging", {}).traces
+    lengths = [len(trace.metadata["completion_ids"]) for trace in traces]
+    assert lengths == [1] * actions.count("sibling") + [len(actions)]

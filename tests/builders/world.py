@@ -1,5 +1,7 @@
 """A toy engine and a toy harness that know the truth: what was sampled, after what, and its fate.
 
+What a real capture finds out about a request (what it continues, how far, how surely) is known here.
+
 Text is cut into tokens canonically (two characters each) when the template renders it and at random
 when the model samples it, so a rendering seldom has the ids of what was said.
 """
@@ -9,9 +11,9 @@ import random
 from array import array
 from typing import Any, NamedTuple
 
-from builders.records import Completion, CompletionSession, Ids
+from builders.records import Completion, CompletionSession, Ids, Mode, VersionSpan
 
-START, END = 1, 2
+START, END, OTHER_END = 1, 2, 3
 END_TEXT = "<|im_end|>"
 """How the end of a turn looks as text: the template's spelling of END, whoever wrote it."""
 Message = dict[str, Any]
@@ -87,7 +89,18 @@ class Sample(NamedTuple):
     prompt: list[int]
     sampled: list[int]
     logprobs: list[float]
-    trainable: bool
+    sound: bool
+    """Whether its tokens may be trained on, as far as they were received."""
+    delivered: bool
+
+
+class Mark(NamedTuple):
+    """In a conversation: so many leading messages end with this answer."""
+
+    messages: int
+    completion: Completion
+    continued: int | None
+    """How many of its sampled tokens the harness has; None: all."""
 
 
 class World:
@@ -103,6 +116,8 @@ class World:
         repeats_itself: bool = True,
         faithful: bool = False,
         spells_ends: bool = False,
+        composes: float = 0.0,
+        keeps: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.forgets_thinking = forgets_thinking
@@ -115,11 +130,17 @@ class World:
         """Whether model, user and tools may write END_TEXT."""
         self.flat = flat
         """Store every prompt whole instead of as the difference to an earlier one."""
+        self.composes = composes
+        """The share of prompts that are made of the recorded tokens (tokens mode)."""
+        self.keeps = keeps
+        """Whether that goes for prompts from which the template drops earlier thinking, too."""
         self.samples: list[Sample] = []
         self.completions: list[Completion] = []
         self.truly_after: dict[str, str] = {}
         """Completion -> the one whose answer its conversation goes on from, where there is one."""
-        self._followed: dict[int, tuple[list[Message], str]] = {}
+        self.heard: dict[str, int] = {}
+        """Completion -> the most of its tokens that a harness went on from."""
+        self._marks: dict[int, tuple[list[Message], list[Mark]]] = {}
         self.tools: list[Message] | None = [{"type": "function", "function": {"name": "edit"}}]
 
     def session(
@@ -134,6 +155,14 @@ class World:
             metadata=metadata,
         )
 
+    def trainable(self, sample: Sample, max_tokens: int | None = None) -> int:
+        """How many of the sample's tokens, from the first on, shall be trained on."""
+        if not sample.sound:
+            return 0
+        received = len(sample.sampled) if sample.delivered else self.heard.get(sample[0], 0)
+        room = received if max_tokens is None else max(0, max_tokens - len(sample.prompt))
+        return min(received, room)
+
     def ask(
         self,
         messages: list[Message],
@@ -145,16 +174,16 @@ class World:
         findings: tuple[str, ...] = (),
         **fields: Any,
     ) -> Completion:
-        """One model call."""
+        """One model call; `fields` are set on its record as they are."""
         number = len(self.completions)
         tools = self.tools
-        prompt = render(messages, tools, forgets_thinking=self.forgets_thinking)
+        mark, ambiguous = self._continues(messages)
+        mode, prompt = self._prompt(messages, mark)
         answer = answer or self.say(number)
         sampled = self._cut(body(answer))
         if truncated:
             sampled = sampled[: max(1, len(sampled) // 2)]
-            text = "".join(_texts(sampled))
-            answer = {"role": "assistant", "content": text}
+            answer = {"role": "assistant", "content": decode(sampled)}
         else:
             sampled.append(END)
         logprobs = array("f", [-self.random.random() - number for _ in sampled])
@@ -163,6 +192,7 @@ class World:
             index=number,
             sampled_ids=array("i", sampled),
             logprobs=logprobs,
+            mode=mode,
             response_message=answer,
             finish_reason="length"
             if truncated
@@ -172,19 +202,79 @@ class World:
             tools=tools,
             kind=kind,
             delivered=delivered,
+            delivered_tokens=None if delivered else 0,
             findings=list(findings),
             policy_version=f"v{number // 3}",
+            logprob_kind="processed",
             sampling={"temperature": 1.0},
-            **{**self._stored(array("i", prompt), messages), **fields},
+            **{**self._found(mark, ambiguous), **self._stored(array("i", prompt), messages)},
         )
+        for field, value in fields.items():
+            setattr(completion, field, value)
         self.completions.append(completion)
-        if id(messages) in self._followed:
-            self.truly_after[completion.completion_id] = self._followed[id(messages)][1]
-        trainable = delivered and not findings and kind in ("turn", "compaction")
+        if mark is not None and not ambiguous:
+            self.truly_after[completion.completion_id] = mark.completion.completion_id
+        if completion.previous is not None and not completion.ambiguous:
+            before = completion.previous
+            heard = len(before.sampled_ids)
+            if completion.continued_tokens is not None:
+                heard = completion.continued_tokens
+            name = before.completion_id
+            self.heard[name] = max(self.heard.get(name, 0), heard)
+        sound = not findings and kind in ("turn", "compaction")
         self.samples.append(
-            Sample(completion.completion_id, prompt, sampled, logprobs.tolist(), trainable)
+            Sample(completion.completion_id, prompt, sampled, logprobs.tolist(), sound, delivered)
         )
         return completion
+
+    def _continues(self, messages: list[Message]) -> tuple[Mark | None, bool]:
+        """What a request with these messages goes on from; and whether that cannot be told.
+
+        Siblings of which the harness got the same words, without a call whose id would tell, are
+        the same to whoever sees requests; either may be taken.
+        """
+        _, marks = self._marks.get(id(messages), ([], []))
+        # Another head is another conversation.
+        mark = next((mark for mark in reversed(marks) if mark.completion.tools == self.tools), None)
+        if mark is None or mark.continued is not None:
+            return mark, False
+        known = mark.completion
+        alike = [
+            other
+            for other in self.completions
+            if other.delivered
+            and other.messages == known.messages
+            and other.tools == known.tools
+            and _wordless(other) == _wordless(known) is not None
+        ]
+        if len(alike) < 2 or _wordless(known) is None:
+            return mark, False
+        return mark._replace(completion=self.random.choice(alike)), True
+
+    def _prompt(self, messages: list[Message], mark: Mark | None) -> tuple[Mode, list[int]]:
+        """How the engine is asked, and with what."""
+        prompt = render(messages, self.tools, forgets_thinking=self.forgets_thinking)
+        if mark is None or self.random.random() >= self.composes:
+            return "messages", prompt
+        kept = render(messages, self.tools, forgets_thinking=False)
+        if prompt != kept and not self.keeps:
+            return "messages", prompt
+        said = len(render(messages[: mark.messages], self.tools, forgets_thinking=False))
+        opening = [START, *encode("assistant\n")]
+        recorded = mark.completion.prompt_ids.tolist()
+        recorded += mark.completion.sampled_ids[: mark.continued].tolist()
+        closing = [] if recorded[-1] == END else [END]
+        return "tokens", [*recorded, *closing, *encode("\n"), *kept[said - len(opening) :]]
+
+    def _found(self, mark: Mark | None, ambiguous: bool) -> dict[str, Any]:
+        if mark is None:
+            return {}
+        return {
+            "previous": mark.completion,
+            "attached": "exact" if mark.continued is None else "half_delivered",
+            "continued_tokens": mark.continued,
+            "ambiguous": ambiguous,
+        }
 
     def say(self, number: int) -> Message:
         """Some answer: text, thinking and calls as chance will have it."""
@@ -230,9 +320,16 @@ class World:
             echoed["tool_calls"] = calls
         return echoed
 
-    def follow(self, messages: list[Message], completion: Completion) -> list[Message]:
-        """The conversation after the harness acted on an answer."""
+    def follow(
+        self, messages: list[Message], completion: Completion, *, heard: int | None = None
+    ) -> list[Message]:
+        """The conversation after the harness acted on an answer, or on its first `heard` tokens."""
         answer = completion.response_message
+        if heard is not None:
+            answer = {
+                "role": "assistant",
+                "content": decode(completion.sampled_ids[:heard].tolist()),
+            }
         results = [
             {
                 "role": "tool",
@@ -242,9 +339,19 @@ class World:
             for call in answer.get("tool_calls") or []
         ]
         nudge = {"role": "user", "content": f"go on {len(self.completions)}{self._aside()}"}
-        thread = [*messages, self.echo(answer), *(results or [nudge])]
-        self._followed[id(thread)] = (thread, completion.completion_id)
+        echoed = answer if heard is not None else self.echo(answer)
+        thread = [*messages, echoed, *(results or [nudge])]
+        self.said(thread, [*self.marks(messages), Mark(len(messages) + 1, completion, heard)])
         return thread
+
+    def marks(self, messages: list[Message]) -> list[Mark]:
+        """The answers that the conversation is known to hold."""
+        return self._marks.get(id(messages), ([], []))[1]
+
+    def said(self, messages: list[Message], marks: list[Mark]) -> list[Message]:
+        """Let it be known that the conversation holds these answers."""
+        self._marks[id(messages)] = (messages, marks)
+        return messages
 
     def _aside(self) -> str:
         """Nothing, or sometimes a word about how turns end."""
@@ -275,6 +382,12 @@ class World:
         }
 
 
+def _wordless(completion: Completion) -> str | None:
+    """What a harness may echo of an answer without a call; None where a call's id tells it apart."""
+    answer = completion.response_message
+    return None if answer.get("tool_calls") else (answer.get("content") or "").strip()
+
+
 def _common(a: Any, b: Any) -> int:
     length = 0
     while length < min(len(a), len(b)) and a[length] == b[length]:
@@ -283,7 +396,7 @@ def _common(a: Any, b: Any) -> int:
 
 
 def _texts(ids: list[int]) -> list[str]:
-    texts = {START: "<|im_start|>", END: END_TEXT}
+    texts = {START: "<|im_start|>", END: END_TEXT, OTHER_END: ""}
     texts |= {number: text for text, number in _vocabulary.items()}
     return [texts[number] for number in ids]
 
@@ -295,6 +408,10 @@ ACTIONS = (
     "turn",
     "turn",
     "truncated",
+    "ended_otherwise",
+    "aborted",
+    "half_delivered",
+    "half_delivered_twice",
     "retry",
     "sibling",
     "fork",
@@ -320,6 +437,25 @@ def play(world: World, actions: list[str]) -> None:
                 threads[at] = world.follow(thread, world.ask(thread))
             case "truncated":
                 threads[at] = world.follow(thread, world.ask(thread, truncated=True))
+            case "ended_otherwise":
+                done = world.ask(thread)
+                done.sampled_ids[-1] = world.samples[-1].sampled[-1] = OTHER_END
+                threads[at] = world.follow(thread, done)
+            case "aborted":
+                done = world.ask(thread)
+                swap, end = len(done.sampled_ids) // 2, len(done.sampled_ids)
+                done.versions = [
+                    VersionSpan(version=done.policy_version, start=0, end=swap),
+                    VersionSpan(version="later", start=swap, end=end),
+                ]
+                threads[at] = world.follow(thread, done)
+            case "half_delivered" | "half_delivered_twice":
+                done = world.ask(thread, delivered=False)
+                heard = sorted(world.random.randrange(1, len(done.sampled_ids)) for _ in range(2))
+                done.delivered_tokens = heard[1]
+                if action == "half_delivered_twice":
+                    threads.append(world.follow(thread, done, heard=heard[0]))
+                threads[at] = world.follow(thread, done, heard=heard[1])
             case "retry":
                 world.ask(thread, delivered=False)
                 threads[at] = world.follow(thread, world.ask(thread))
@@ -339,18 +475,19 @@ def play(world: World, actions: list[str]) -> None:
                 threads.append([system, {"role": "user", "content": "look around"}])
             case "compact":
                 asked = [*thread, {"role": "user", "content": "summarise"}]
+                world.said(asked, world.marks(thread))
                 said = world.ask(asked, kind="compaction").response_message["content"]
                 threads[at] = [SYSTEM, {"role": "user", "content": f"so far: {said}"}]
             case "compact_in_place":
                 last = {**thread[-1], "content": f"{thread[-1]['content']} (summarise)"}
-                said = world.ask([*thread[:-1], last], kind="compaction").response_message[
-                    "content"
-                ]
+                asked = world.said([*thread[:-1], last], world.marks(thread))
+                said = world.ask(asked, kind="compaction").response_message["content"]
                 threads[at] = [SYSTEM, {"role": "user", "content": f"so far: {said}"}]
             case "edit":
                 spot = world.random.randrange(1, len(thread))
                 changed = {**thread[spot], "content": f"edited {number}"}
-                threads[at] = [*thread[:spot], changed, *thread[spot + 1 :]]
+                intact = [mark for mark in world.marks(thread) if mark.messages <= spot]
+                threads[at] = world.said([*thread[:spot], changed, *thread[spot + 1 :]], intact)
             case "title":
                 world.ask([{"role": "user", "content": "a title, please"}], kind="title")
             case "tools":
