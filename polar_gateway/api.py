@@ -1,4 +1,4 @@
-"""The control listener: dispatch, look at and cancel the sessions of a node.
+"""The control listener: dispatch, look at and cancel the sessions of a node; its backends.
 
 Every route but health needs the node's token. Handlers decode, call one function, encode.
 """
@@ -15,9 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from polar_gateway.backends import BackendRefusedError, WeightUpdate
+from polar_gateway.config import BackendConfig
+from polar_gateway.engines.base import PauseMode
 from polar_gateway.node import DispatchRefusedError, Node
 from polar_gateway.protocol import SessionCreateRequest, SessionDispatchRequest
 
+DEFAULT_PAUSE_TIMEOUT = 300.0
+"""Seconds for which a pause waits for what is in flight, unless it says otherwise."""
 MAX_BODY = 64 * 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 
@@ -107,6 +112,47 @@ def control_app(node: Node, token: str) -> Starlette:
             return problem(404, "no such session here")
         return reply({"session_id": session_id, "deleted": True, "messages_deleted": dropped})
 
+    async def inference_status(request: Request) -> Response:
+        backends = node.backends
+        return reply(
+            {
+                "paused": all(each.pause_mode is not None for each in backends),
+                "inflight": sum(each.in_flight for each in backends),
+                "base_url": backends.first.base_url,
+                "engine": backends.first.probe.engine,
+                "backends": [each.status() for each in backends],
+            }
+        )
+
+    async def pause(request: Request) -> Response:
+        wanted = request.query_params
+        mode = msgspec.convert(wanted.get("mode", "wait"), type=PauseMode)
+        seconds = float(wanted.get("timeout_seconds", DEFAULT_PAUSE_TIMEOUT))
+        await node.backends.pause(mode, timeout=seconds, name=wanted.get("backend"))
+        return await inference_status(request)
+
+    async def resume(request: Request) -> Response:
+        await node.backends.resume(request.query_params.get("backend"))
+        return await inference_status(request)
+
+    async def update(request: Request) -> Response:
+        await node.backends.update(msgspec.json.decode(await request.body(), type=WeightUpdate))
+        return await inference_status(request)
+
+    async def list_backends(request: Request) -> Response:
+        return reply({"backends": [each.report() for each in node.backends]})
+
+    async def add_backend(request: Request) -> Response:
+        config = msgspec.json.decode(await request.body(), type=BackendConfig)
+        return reply((await node.backends.add(config)).report())
+
+    async def drain_backend(request: Request) -> Response:
+        return reply(node.backends.drain(request.path_params["name"]).report())
+
+    async def remove_backend(request: Request) -> Response:
+        removed = await node.backends.remove(request.path_params["name"])
+        return reply({"name": removed.name, "removed": True, "inflight": removed.in_flight})
+
     def guarded(
         handler: Callable[[Request], Awaitable[Response]],
     ) -> Callable[[Request], Awaitable[Response]]:
@@ -117,7 +163,7 @@ def control_app(node: Node, token: str) -> Starlette:
                 return problem(422, str(error))
             except (msgspec.DecodeError, ValueError) as error:
                 return problem(400, str(error))
-            except DispatchRefusedError as error:
+            except (DispatchRefusedError, BackendRefusedError) as error:
                 return problem(error.status, str(error))
 
         return answer
@@ -131,6 +177,16 @@ def control_app(node: Node, token: str) -> Starlette:
             Route("/sessions/{session_id}", guarded(one)),
             Route("/sessions/{session_id}", guarded(delete), methods=["DELETE"]),
             Route("/sessions/{session_id}/completions", guarded(completions)),
+            Route("/admin/inference/status", inference_status),
+            Route("/admin/inference/pause", guarded(pause), methods=["POST"]),
+            Route("/admin/inference/resume", guarded(resume), methods=["POST"]),
+            Route("/admin/inference/update", guarded(update), methods=["POST"]),
+            Route("/admin/inference/backends", list_backends),
+            Route("/admin/inference/backends", guarded(add_backend), methods=["POST"]),
+            Route("/admin/inference/backends/{name}", guarded(remove_backend), methods=["DELETE"]),
+            Route(
+                "/admin/inference/backends/{name}/drain", guarded(drain_backend), methods=["POST"]
+            ),
         ],
         middleware=[Middleware(RequireToken, token=token)],
     )

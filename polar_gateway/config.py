@@ -8,14 +8,29 @@ import msgspec
 
 from polar_gateway.protocol import Id, RuntimeSpec
 
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+
+
+class BackendConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One running server of the engine."""
+
+    base_url: str
+    name: Id | None = None
+    """By which the admin routes and the recorded calls know it; None: backend-1, backend-2, ..."""
+    api_key_env: str | None = None
+    """Name of the variable that holds its bearer token."""
+
 
 class InferenceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The engine behind a node."""
 
     engine: Literal["vllm", "sglang", "openai"] = "vllm"
-    base_url: str = "http://127.0.0.1:8000"
+    base_url: str = DEFAULT_BASE_URL
     api_key_env: str | None = None
     """Name of the variable that holds the engine's bearer token."""
+    backends: list[BackendConfig] = []
+    """Where there are several servers of the same model: all of them, in place of `base_url` and
+    `api_key_env`. Others may come and go at run time."""
     scheduler: Literal["none", "thunderagent"] = "none"
     """Accepted for old topology files; requests go to the engine as they come."""
     prompts: Literal["auto", "messages", "tokens"] = "auto"
@@ -27,6 +42,26 @@ class InferenceConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     history: Literal["template", "keep"] = "template"
     """What happens where the chat template takes recorded tokens out of the history (earlier
     reasoning): a branch begins with the canonical rendering, or the record is kept and extended."""
+
+    def __post_init__(self) -> None:
+        if self.backends and (self.base_url != DEFAULT_BASE_URL or self.api_key_env is not None):
+            raise ValueError(
+                "inference.backends names all servers: base_url and api_key_env must not be set "
+                "beside it"
+            )
+        names = [backend.name for backend in self.backends if backend.name is not None]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"inference.backends[].name must be unique; {', '.join(twice)} appears twice"
+            )
+
+    @property
+    def servers(self) -> list[BackendConfig]:
+        """All servers, at least one."""
+        return self.backends or [
+            BackendConfig(base_url=self.base_url, api_key_env=self.api_key_env)
+        ]
 
 
 class CompletionPersistence(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

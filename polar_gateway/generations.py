@@ -219,12 +219,21 @@ class Generation:
         self._tell_news()
         await self._hear(listener, events)
 
-    async def conclude(self, turn: Turn, listener: Listener) -> None:
-        """Give all of them the turn, whose record is durable by now."""
-        unsaid: list[TurnEvent] = []
+    @property
+    def said(self) -> Sequence[TurnEvent]:
+        """All that was told so far, in order."""
+        return self._said
+
+    async def conclude(
+        self, turn: Turn, listener: Listener, unsaid: Sequence[TurnEvent] | None = None
+    ) -> None:
+        """Give all of them the turn, whose record is durable by now. `unsaid` are its events that
+        were not told yet; None: all of them, or none if any was."""
         if not self._said:
-            unsaid = self._said = events_of(turn.blocks, cut=turn.finish_reason == "length")
+            unsaid = events_of(turn.blocks, cut=turn.finish_reason == "length")
             self._prompt_tokens = turn.usage.prompt_tokens
+        unsaid = unsaid or ()
+        self._said += unsaid
         self._tell_news()
         if unsaid:
             await listener.hear(unsaid, self._prompt_tokens)

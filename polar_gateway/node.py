@@ -4,7 +4,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from builders.records import Completion
 from harness_adapters import npm
 from harness_adapters.base import HarnessAdapter
 from polar_gateway import recovery, runtimes
+from polar_gateway.backends import BackendRefusedError, Backends, open_backends
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import NodeConfig
-from polar_gateway.engines import open_engine
-from polar_gateway.engines.base import Engine, EngineError, EngineProbe
 from polar_gateway.lifecycle import Stage
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.pipeline import NodeParts, SessionRun, Slots
@@ -74,12 +73,14 @@ class Node:
     def __init__(
         self,
         parts: NodeParts,
+        backends: Backends,
         sessions: Sessions,
         undelivered: Mapping[str, str],
         data_dir: Path,
         tasks: anyio.abc.TaskGroup,
     ) -> None:
         self.parts = parts
+        self.backends = backends
         self.closing = False
         self._changed = anyio.Event()
         self._sessions = sessions
@@ -140,19 +141,19 @@ class Node:
             key=new_key(),
             capture=self._capture(dispatch.session_id, dispatch.task_id, folder, dispatch.metadata),
             sampling=dispatch.sampling,
+            policy_version=_policy_version(dispatch.metadata),
         )
         return SessionRun(self.parts, session, dispatch, folder)
 
     def _capture(
         self, session_id: str, task_id: str | None, folder: Path, metadata: dict[str, Any]
     ) -> SessionCapture:
-        version = metadata.get("policy_version")
         return SessionCapture(
             session_id=session_id,
             task_id=task_id,
             journal_path=folder / recovery.JOURNAL,
             metadata=metadata,
-            policy_version=None if version is None else str(version),
+            policy_version=_policy_version(metadata),
             end_of_turn_ids=self.parts.probe.end_of_turn_ids,
         )
 
@@ -322,6 +323,7 @@ class Node:
             "status": "closing" if self.closing else "ok",
             "node_id": self.parts.node_id,
             "engine": self.parts.probe,
+            "backends": [backend.status() for backend in self.backends],
             "metrics": self.metrics(),
             "model_port": self.parts.listener.port,
         }
@@ -334,6 +336,11 @@ class Node:
         with anyio.move_on_after(SHUTDOWN_SECONDS):
             while self._runs:
                 await self._changed.wait()
+
+
+def _policy_version(metadata: Mapping[str, Any]) -> str | None:
+    version = metadata.get("policy_version")
+    return None if version is None else str(version)
 
 
 def _shown(completion: Completion) -> dict[str, Any]:
@@ -351,33 +358,11 @@ def _shown(completion: Completion) -> dict[str, Any]:
         "sampling": completion.sampling,
         "delivered": completion.delivered,
         "usage": completion.usage,
+        "backend": completion.backend,
+        "policy_version": completion.policy_version,
+        "versions": completion.versions,
         "findings": completion.findings,
     }
-
-
-async def probe_engine(engine: Engine, base_url: str, patience: float) -> EngineProbe:
-    """What the engine can do; waits up to `patience` seconds for it to answer.
-
-    Raises NodeStartError when it does not, or when training cannot do without what it lacks.
-    """
-    deadline = anyio.current_time() + patience
-    while True:
-        try:
-            probe = await engine.probe()
-        except EngineError as error:
-            if anyio.current_time() > deadline:
-                raise NodeStartError(
-                    f"the engine at {base_url} did not answer within {patience:g} s: {error}"
-                ) from error
-            await anyio.sleep(0.5)
-            continue
-        if probe.problems:
-            raise NodeStartError(
-                f"the engine at {base_url} cannot be trained on: " + "; ".join(probe.problems)
-            )
-        for note in probe.notes:
-            logger.warning("the engine at %s: %s", base_url, note)
-        return probe
 
 
 async def offered_runtimes(config: NodeConfig) -> dict[str, type[Runtime]]:
@@ -463,21 +448,16 @@ async def open_node(
     When the block ends, however it does, the node's sessions end as lost with it and are reported.
     Raises NodeStartError.
     """
-    try:
-        engine = open_engine(config.inference, model=config.model_served)
-    except ValueError as error:
-        raise NodeStartError(str(error)) from error
     sessions = Sessions()
     outbox = Outbox(data_dir / "outbox")
-    try:
-        probe = await probe_engine(engine, config.inference.base_url, patience)
-        proxy = Proxy(
-            sessions=sessions,
-            engine=engine,
-            model_served=probe.model,
-            max_model_len=probe.max_model_len,
-            config=config.model_calls,
-        )
+    async with AsyncExitStack() as stack:
+        try:
+            backends = await stack.enter_async_context(
+                open_backends(config.inference, model=config.model_served, patience=patience)
+            )
+        except BackendRefusedError as error:
+            raise NodeStartError(str(error)) from error
+        proxy = Proxy(sessions=sessions, backends=backends, config=config.model_calls)
         packs = {
             pack.name: pack.path for pack in npm.installed(config.pack_dir or npm.default_cache())
         }
@@ -488,7 +468,7 @@ async def open_node(
         parts = NodeParts(
             node_id=config.id,
             config=config,
-            probe=probe,
+            probe=backends.first.probe,
             adapters=loaded_adapters(packs),
             packs=packs,
             runtimes=offered,
@@ -504,7 +484,7 @@ async def open_node(
         closed = anyio.Event()
         async with anyio.create_task_group() as group:
             running: Running = await group.start(
-                _live, parts, sessions, outbox, data_dir, reports, closed
+                _live, parts, backends, sessions, outbox, data_dir, reports, closed
             )
             try:
                 yield running
@@ -512,13 +492,11 @@ async def open_node(
                 with anyio.CancelScope(shield=True):
                     await running[0].close()
                 closed.set()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await engine.aclose()
 
 
 async def _live(
     parts: NodeParts,
+    backends: Backends,
     sessions: Sessions,
     outbox: Outbox,
     data_dir: Path,
@@ -537,7 +515,8 @@ async def _live(
             anyio.create_task_group() as loops,
         ):
             async with anyio.create_task_group() as tasks:
-                node = Node(parts, sessions, outbox.waiting, data_dir, tasks)
+                node = Node(parts, backends, sessions, outbox.waiting, data_dir, tasks)
+                loops.start_soon(backends.watch)
 
                 def report(public_url: str) -> None:
                     loops.start_soon(outbox.deliver, client)

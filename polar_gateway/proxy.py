@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from polar_gateway import dialects
+from polar_gateway.backends import Backends, Lease
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.side_calls import classify
 from polar_gateway.config import ModelCallConfig
@@ -27,7 +28,7 @@ from polar_gateway.dialects.turn import (
     ModelRequest,
     UnsupportedRequestError,
 )
-from polar_gateway.engines.base import Engine, EngineError
+from polar_gateway.engines.base import EngineError
 from polar_gateway.errors import Failure
 from polar_gateway.exchange import Exchange, Intake, Receive, Send
 from polar_gateway.generations import Asked, Generation, Listener, is_marked
@@ -58,15 +59,11 @@ class Proxy:
         self,
         *,
         sessions: Sessions,
-        engine: Engine,
-        model_served: str,
-        max_model_len: int | None = None,
+        backends: Backends,
         config: ModelCallConfig | None = None,
     ) -> None:
         self._sessions = sessions
-        self._engine = engine
-        self._model_served = model_served
-        self._max_model_len = max_model_len
+        self._backends = backends
         self._config = config or ModelCallConfig()
         self._intake = Intake(self._config.max_unread_bytes)
 
@@ -131,7 +128,7 @@ class Proxy:
             exchange.identify(dialect, f"req_{secrets.token_hex(6)}")
         match route.kind:
             case "models":
-                await exchange.answer(200, dialect.models_body([self._model_served]))
+                await exchange.answer(200, dialect.models_body([self._backends.model]))
                 return
             case "model":
                 await exchange.answer(200, dialect.model_body(route.fields["model"]))
@@ -165,7 +162,7 @@ class Proxy:
             if notes:
                 request = msgspec.structs.replace(request, notes=[*request.notes, *notes])
             if route.kind == "count_tokens":
-                tokens = await self._count(request)
+                tokens = await self._count(session, request)
         if asking.cancelled_caught:
             raise RefusedError(SEALED)
         if tokens is not None:
@@ -187,10 +184,17 @@ class Proxy:
             data = inflated(data, headers["content-encoding"], self._config.max_decompressed_bytes)
         return decoded(data)
 
-    async def _count(self, request: ModelRequest) -> int:
+    def _lease(self, session: Session) -> Lease:
+        if session.lease is None:
+            session.lease = self._backends.lease()
+        return session.lease
+
+    async def _count(self, session: Session, request: ModelRequest) -> int:
         try:
             return await ask(
-                lambda: self._engine.count_tokens(request), self._config.engine_patience_seconds
+                self._lease(session),
+                lambda engine: engine.count_tokens(request),
+                self._config.engine_patience_seconds,
             )
         except EngineError as error:
             logger.warning("tokens could not be counted: %s", error)
@@ -213,7 +217,8 @@ class Proxy:
             await self._join(session, earlier, exchange, dialect, request)
             return
         request = session.capture.restored(request)
-        request = with_overrides(request, session.sampling, self._max_model_len)
+        lease = self._lease(session)
+        request = with_overrides(request, session.sampling, lease.backend.probe.max_model_len)
         try:
             record = session.capture.open(
                 request,
@@ -229,7 +234,7 @@ class Proxy:
         generation = Generation(call, record)
         listener = generation.listener(exchange, dialect, request)
         sampler = Sampler(
-            self._engine,
+            lease,
             self._config.engine_patience_seconds,
             session,
             generation,

@@ -10,11 +10,24 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from builders.records import Floats, Ids
+from polar_gateway.backends import Backend, Lease
 from polar_gateway.capture.journal import CaptureError
-from polar_gateway.dialects.turn import BlockEnd, BlockStart, ErrorKind, ModelRequest, Turn
-from polar_gateway.engines.base import Engine, EngineError, EngineReply
+from polar_gateway.continuation import OtherwiseToldError, rest_of
+from polar_gateway.dialects.turn import (
+    BlockEnd,
+    BlockStart,
+    ErrorKind,
+    ModelRequest,
+    Turn,
+    TurnEvent,
+)
+from polar_gateway.engines.base import Engine, EngineError, EngineReply, EngineStream
+from polar_gateway.engines.base import Generation as EngineGeneration
+from polar_gateway.engines.whole import WholeAsStream
 from polar_gateway.errors import Failure
 from polar_gateway.generations import Generation, Listener
+from polar_gateway.policy_versions import Leg, versions_of
 from polar_gateway.protocol import Sampling
 from polar_gateway.sessions import Session
 
@@ -42,20 +55,91 @@ OVERLOAD_SECONDS = 3
 """After which a harness may ask an overloaded engine again."""
 
 
-async def ask(once: Callable[[], Awaitable[_T]], patience: float) -> _T:
-    """Ask the engine until it answers, as long as that may help and `patience` (seconds) lasts."""
-    give_up = time.monotonic() + patience
-    pause = FIRST_PAUSE
+RETOLD = ErrorKind(
+    status=500, code="internal", message="an answer went on otherwise than it had begun"
+)
+"""An answer was aborted and resumed, and its parsers made something else of the whole."""
+
+
+class OpenLeg:
+    """One call of an engine, whose tokens were sampled under weights that may have changed since."""
+
+    def __init__(self, backend: Backend, partial: EngineReply | None) -> None:
+        self._backend = backend
+        self._before = backend.weights
+        self._start = self._sure = 0 if partial is None else len(partial.sampled_ids)
+
+    def has_brought(self, tokens: int) -> None:
+        """So many tokens of the answer were there by now."""
+        if self._backend.weights.changes == self._before.changes:
+            self._sure = tokens
+
+    def ended(self, reply: EngineReply) -> Leg:
+        return Leg(
+            start=self._start,
+            end=len(reply.sampled_ids),
+            before=self._before,
+            after=self._backend.weights,
+            sure=self._sure,
+            said=reply.versions,
+        )
+
+
+class Stamped:
+    """A generation in flight as its record sees it, with policy versions."""
+
+    def __init__(
+        self, generation: EngineGeneration, stamped: Callable[[EngineReply], EngineReply]
+    ) -> None:
+        self._generation = generation
+        self._stamped = stamped
+
+    @property
+    def prompt_ids(self) -> Ids | None:
+        return self._generation.prompt_ids
+
+    def sampled_so_far(self) -> tuple[Ids, Floats]:
+        return self._generation.sampled_so_far()
+
+    @property
+    def reply(self) -> EngineReply:
+        return self._stamped(self._generation.reply)
+
+
+class Patience:
+    """How long a call that the engine failed is tried again, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._give_up = time.monotonic() + seconds
+        self._pause = FIRST_PAUSE
+
+    def forgive(self, seconds: float) -> None:
+        """Time that passed for no fault of the engine's does not count."""
+        self._give_up += seconds
+
+    async def wait(self, error: EngineError, *, moved: bool = False) -> None:
+        """Wait until it makes sense to try again. Raises the error where it makes none, or where
+        there is no time left. `moved` says that another backend will be asked, which need not have
+        the time that this one asked for."""
+        asked_for = 0.0 if moved else error.kind.retry_after or 0.0
+        wait = max(self._pause * random.uniform(0.8, 1.2), asked_for)
+        if not error.again or time.monotonic() + wait > self._give_up:
+            raise error
+        logger.info("the engine is asked again in %.1f s: %s", wait, error)
+        await anyio.sleep(wait)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+async def ask(lease: Lease, once: Callable[[Engine], Awaitable[_T]], patience: float) -> _T:
+    """Ask the session's backend what samples nothing, until it answers, as long as that may help
+    and `patience` (seconds) lasts."""
+    left = Patience(patience)
     while True:
         try:
-            return await once()
+            return await once(lease.backend.engine)
         except EngineError as error:
-            wait = max(pause * random.uniform(0.8, 1.2), error.kind.retry_after or 0.0)
-            if not error.again or time.monotonic() + wait > give_up:
-                raise
-            logger.info("the engine is asked again in %.1f s: %s", wait, error)
-        await anyio.sleep(wait)
-        pause = min(2 * pause, LONGEST_PAUSE)
+            await left.wait(error, moved=error.again and lease.failed(error))
 
 
 class Sampler:
@@ -63,14 +147,14 @@ class Sampler:
 
     def __init__(
         self,
-        engine: Engine,
+        lease: Lease,
         patience: float,
         session: Session,
         generation: Generation,
         listener: Listener,
         request: ModelRequest,
     ) -> None:
-        self._engine = engine
+        self._lease = lease
         self._patience = patience
         self._session = session
         self._generation = generation
@@ -78,6 +162,10 @@ class Sampler:
         self._request = request
         self._record = generation.record
         self._streaming = False
+        self._partial: EngineReply | None = None
+        """What there is of an answer that the engine aborted and that is to be gone on with."""
+        self._legs: list[Leg] = []
+        self._leg_now: OpenLeg | None = None
         self.before_the_end: Callable[[Turn], None] | None = None
         """What else must know the turn before the harness does."""
 
@@ -96,9 +184,12 @@ class Sampler:
                 self._undelivered()
 
     async def run(self) -> None:
-        generation, request = self._generation, self._request
+        generation = self._generation
+        unsaid: list[TurnEvent] | None = None
         try:
-            reply = await (self._streamed() if request.stream else self._whole())
+            reply = await self._answer()
+            if self._partial is not None and generation.said:
+                unsaid = self._untold(reply)
             self._keep(reply)
         except (EngineError, CaptureError) as error:
             generation.refuse(self._failed(error))
@@ -106,39 +197,93 @@ class Sampler:
         turn = generation.turn = reply.turn(self._record.completion_id, generation.created)
         if self.before_the_end is not None:
             self.before_the_end(turn)
-        await generation.conclude(turn, self._listener)
+        await generation.conclude(turn, self._listener, unsaid)
 
-    async def _whole(self) -> EngineReply:
-        record, request = self._record, self._request
-        return await ask(
-            lambda: self._engine.complete(request, record.completion_id, record.after),
-            self._patience,
-        )
+    async def _answer(self) -> EngineReply:
+        """The whole answer, however many tries, backends and pauses it takes."""
+        patience = Patience(self._patience)
+        while True:
+            came = time.monotonic()
+            try:
+                async with self._lease.call() as backend:
+                    patience.forgive(time.monotonic() - came)
+                    try:
+                        return await self._leg(backend)
+                    except EngineError as error:
+                        if error.partial is None or not error.partial.sampled_ids:
+                            raise
+                        self._go_on_with(error.partial)
+                        if not backend.probe.resumes:
+                            raise
+            except EngineError as error:
+                if self._streaming or error.partial is not None:
+                    raise
+                await patience.wait(error, moved=error.again and self._lease.failed(error))
 
-    async def _streamed(self) -> EngineReply:
+    async def _leg(self, backend: Backend) -> EngineReply:
+        """What one call of the engine brings, up to the end of the answer."""
+        engine, request = backend.engine, self._request
+        request_id, after = self._record.completion_id, self._record.after
+        self._record.backend = backend.name
+        self._leg_now = OpenLeg(backend, self._partial)
+        if self._partial is not None:
+            reply = await engine.resume(request, request_id, self._partial)
+        elif request.stream:
+            stream = await engine.stream(request, request_id, after)
+            self._streaming = True
+            try:
+                reply = await self._streamed(stream, self._leg_now)
+            finally:
+                await stream.aclose()
+        else:
+            reply = await engine.complete(request, request_id, after)
+        return self._stamped(reply)
+
+    async def _streamed(self, stream: EngineStream, leg: "OpenLeg") -> EngineReply:
         """Hand a generation on as it comes, each part when its record allows it."""
-        record, request = self._record, self._request
-        stream = await ask(
-            lambda: self._engine.stream(request, record.completion_id, record.after),
-            self._patience,
-        )
-        self._streaming = True
+        record = self._record
+        record.follow(Stamped(stream, self._stamped), sent_sampling(self._request))
+        in_call = False
+        async for events in stream:
+            leg.has_brought(stream.sampled_tokens)
+            ends_call = False
+            for event in events:
+                if isinstance(event, BlockStart):
+                    in_call = event.kind == "call"
+                elif isinstance(event, BlockEnd) and in_call:
+                    ends_call = True
+            if ends_call:
+                record.append()
+            await self._generation.say(events, stream, self._listener)
+        return stream.reply
+
+    def _stamped(self, reply: EngineReply) -> EngineReply:
+        """The answer as far as there is one, with the policy versions that it was sampled under."""
+        legs = self._legs if self._leg_now is None else [*self._legs, self._leg_now.ended(reply)]
+        versions = versions_of(legs, self._session.policy_version)
+        self._record.policy_version = versions.first
+        return msgspec.structs.replace(reply, versions=versions.spans)
+
+    def _go_on_with(self, partial: EngineReply) -> None:
+        """Keep what an answer had sampled when the engine aborted it. It counts, also where it is
+        not gone on with."""
+        partial = self._stamped(partial)
+        if self._leg_now is not None:
+            self._legs.append(self._leg_now.ended(partial))
+        self._leg_now = None
+        self._partial = partial
+        self._streaming = False
+        self._record.follow(WholeAsStream(partial), sent_sampling(self._request))
+
+    def _untold(self, reply: EngineReply) -> list[TurnEvent]:
+        """What is left to be told of an answer that was told in part before it was aborted."""
+        cut = reply.finish_reason == "length"
         try:
-            record.follow(stream, sent_sampling(request))
-            in_call = False
-            async for events in stream:
-                ends_call = False
-                for event in events:
-                    if isinstance(event, BlockStart):
-                        in_call = event.kind == "call"
-                    elif isinstance(event, BlockEnd) and in_call:
-                        ends_call = True
-                if ends_call:
-                    record.append()
-                await self._generation.say(events, stream, self._listener)
-            return stream.reply
-        finally:
-            await stream.aclose()
+            reply.blocks, events = rest_of(self._generation.said, reply.blocks, cut=cut)
+        except OtherwiseToldError as error:
+            self._record.follow(WholeAsStream(reply), sent_sampling(self._request))
+            raise EngineError(RETOLD, infra=True, message=f"{RETOLD.message}: {error}") from error
+        return events
 
     def _keep(self, reply: EngineReply) -> None:
         """Make the record durable."""
@@ -168,6 +313,8 @@ class Sampler:
         )
         logger.warning("session %s: %s", session.session_id, error)
         code = "engine_broke_off" if self._streaming else "call_failed"
+        if self._partial is not None:
+            code = "aborted"
         return self._end(code, str(error)) or kind
 
     def _abandoned(self) -> ErrorKind:

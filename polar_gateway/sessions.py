@@ -10,6 +10,7 @@ import time
 
 import anyio
 
+from polar_gateway.backends import Lease
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.errors import Failure
@@ -36,6 +37,7 @@ class Session:
         key: str,
         capture: SessionCapture,
         sampling: Sampling | None = None,
+        policy_version: str | None = None,
     ) -> None:
         self.session_id = session_id
         self.task_id = task_id
@@ -43,6 +45,10 @@ class Session:
         self.key = key
         self.capture = capture
         self.sampling = sampling
+        self.policy_version = policy_version
+        """What the task says of weights that no trainer has named to the gateway."""
+        self.lease: Lease | None = None
+        """Of a backend, from the first model call until the seal."""
         self.stage = Stage.QUEUED
         self.outcome: Outcome | None = None
         self.sealed = False
@@ -77,6 +83,8 @@ class Session:
             except CaptureError as error:
                 self.refused = error.failure
         self.generations.close()
+        if self.lease is not None:
+            self.lease.release()
 
     @property
     def status(self) -> str:

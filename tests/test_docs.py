@@ -12,9 +12,11 @@ import yaml
 
 from builders.findings import REGISTRY, Scope
 from polar_gateway.config import (
+    BackendConfig,
     CompletionPersistence,
     GatewayConfig,
     InferenceConfig,
+    JournalConfig,
     ModelCallConfig,
     NodeConfig,
 )
@@ -34,6 +36,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "gateway.completion_persistence": CompletionPersistence,
     "gateway.nodes[]": NodeConfig,
     "gateway.nodes[].inference": InferenceConfig,
+    "gateway.nodes[].inference.backends[]": BackendConfig,
+    "gateway.nodes[].journal": JournalConfig,
     "gateway.nodes[].model_calls": ModelCallConfig,
 }
 MADE_DEFAULTS = {"id": "the host's name"}
@@ -81,6 +85,8 @@ def _rows(document: type[msgspec.Struct]) -> Iterator[str]:
             continue
         if field.default is not msgspec.NODEFAULT:
             default = f"`{msgspec.json.encode(field.default).decode()}`"
+        elif field.required:
+            default = "required"
         elif field.name in MADE_DEFAULTS:
             default = MADE_DEFAULTS[field.name]
         else:

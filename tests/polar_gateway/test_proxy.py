@@ -19,11 +19,12 @@ import pytest
 
 from builders.eligible import Options, split
 from builders.records import Completion
+from polar_gateway.backends import Backend, Backends
 from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
 from polar_gateway.capture.session import SessionCapture, read_session
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.dialects.turn import ModelRequest, Usage
-from polar_gateway.engines.base import Engine, EngineReply
+from polar_gateway.engines.base import Engine, EngineProbe, EngineReply
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.engines.whole import WholeAsStream
 from polar_gateway.errors import Failure
@@ -147,13 +148,9 @@ async def bench(
         sessions.add(session)
         quick = {"retry_grace_seconds": 0.2, "engine_patience_seconds": 1.0}
         config = ModelCallConfig(**{**quick, **options})
-        proxy = Proxy(
-            sessions=sessions,
-            engine=engine or vllm,
-            model_served="tiny",
-            max_model_len=max_model_len,
-            config=config,
-        )
+        probe = EngineProbe(engine="vllm", model="tiny", max_model_len=max_model_len)
+        backend = Backend("backend-1", scripted.url, engine or vllm, probe)
+        proxy = Proxy(sessions=sessions, backends=Backends([backend]), config=config)
         parts = Bench(scripted, session, sessions)
         parts.proxy = proxy
         async with ModelListener(proxy, "127.0.0.1", 0) as listener:
@@ -639,15 +636,21 @@ async def test_an_error_in_mid_stream_is_said_in_band_and_what_came_before_is_co
         assert b.engine.total_calls == 1, "a part was handed on, so it must not be sampled again"
 
 
-async def test_an_aborted_generation_is_not_recorded(tmp_path: Path) -> None:
-    async with bench(
-        tmp_path, faults=[Fault(abort_after=3, times=99)], engine_patience_seconds=0.1
-    ) as b:
-        status, answer = await b.ask("/v1/chat/completions", b.chat())
-        assert status == 503
+async def test_what_an_engine_that_cannot_resume_had_aborted_counts_and_the_harness_backs_off(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, faults=[Fault(abort_after=3, times=99)]) as b:
+        async with b.post("/v1/chat/completions", b.chat()) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "3"
+            answer = await response.json()
         assert "aborted the generation" in answer["error"]["message"]
-        assert b.completions == []
+        [partial] = b.completions
+        assert list(partial.sampled_ids) == b.engine.calls[0].token_ids[:3]
+        assert (partial.delivered, partial.finish_reason) == (False, None)
+        assert partial.findings == ["aborted"]
         assert b.session.engine_failure is not None
+        assert b.engine.total_calls == 1, "a part counts, so it must not be sampled again for it"
 
 
 async def test_what_was_handed_on_of_an_aborted_generation_is_counted(tmp_path: Path) -> None:
@@ -956,9 +959,9 @@ def test_the_refusal_of_a_sealed_session_is_one_that_is_rarely_asked_again() -> 
 
 async def test_the_proxy_needs_no_listener_of_ours(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        proxy = Proxy(
-            sessions=b.sessions, engine=Vllm(b.engine.url, model="tiny"), model_served="tiny"
-        )
+        probe = EngineProbe(engine="vllm", model="tiny")
+        backend = Backend("backend-1", b.engine.url, Vllm(b.engine.url), probe)
+        proxy = Proxy(sessions=b.sessions, backends=Backends([backend]))
         async with (
             serve(proxy) as url,
             b.http.get(url + "/v1/models", headers={"x-api-key": "k1"}) as response,
