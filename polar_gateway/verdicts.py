@@ -100,11 +100,12 @@ def masked(trajectory: Trajectory, said: Verdict) -> Trajectory:
     if not reasons or not _trainable(trajectory):
         return trajectory
     stats = trajectory.metadata.get("reconstruction_stats", {})
-    left_out = dict(stats.get("left_out", {}))
-    left_out[reasons[0]] = {
-        "completions": sum(len(t.metadata.get("completion_ids", ())) for t in trajectory.traces),
-        "tokens": sum(sum(trace.loss_mask) for trace in trajectory.traces),
+    before = stats.get("left_out", {}).get(reasons[0], {"completions": 0, "tokens": 0})
+    masks = {
+        "completions": before["completions"] + len(_trained(trajectory)),
+        "tokens": before["tokens"] + sum(sum(trace.loss_mask) for trace in trajectory.traces),
     }
+    left_out = {**stats.get("left_out", {}), reasons[0]: masks}
     return msgspec.structs.replace(
         trajectory,
         traces=[_masked(trace, reasons[0]) for trace in trajectory.traces],
@@ -280,7 +281,7 @@ def _of_traces(session: CompletionSession, trajectory: Trajectory | None) -> Ite
     if trajectory is None:
         return
     stats = trajectory.metadata.get("reconstruction_stats", {})
-    ids = {name for trace in trajectory.traces for name in trace.metadata.get("completion_ids", ())}
+    ids = _trained(trajectory)
     trained = [one for one in session.completions if one.completion_id in ids]
     tokens, traces = _sampled(trained), len(trajectory.traces)
     if trained and _ends_unknown(session, stats):
@@ -332,6 +333,13 @@ def _versions(completions: list[Completion]) -> Counter[str | None]:
         if not one.versions:
             counts[one.policy_version] += len(one.sampled_ids)
     return counts
+
+
+def _trained(trajectory: Trajectory) -> set[str]:
+    """The ids of the completions that are in its traces."""
+    return {
+        name for trace in trajectory.traces for name in trace.metadata.get("completion_ids", ())
+    }
 
 
 def _left_out(trajectory: Trajectory) -> dict[str, dict[str, int]]:
