@@ -1,16 +1,14 @@
 """The unmodified CLIs against a gateway with the scripted engine, in Docker and on the bare machine."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Fault, ScriptedEngine
-from polar_gateway.testing.script import Script, ScriptFile
-from tests.integration.conftest import DEMO, HARNESSES
+from polar_gateway.testing.script import ScriptFile
+from tests.integration.conftest import DEMO, HARNESSES, SHELL_TOOL, part_of
 from tests.polar_gateway.gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.clis, pytest.mark.timeout(180)]
@@ -68,24 +66,6 @@ async def test_a_cli_repairs_the_repository_and_its_run_is_one_chain_of_the_samp
 
 TASK = r"mistake in calc\.py"
 """In every call of a harness and in none of the gateway's own."""
-
-SHELL_TOOL = {
-    "pi_old": "bash",
-    "gemini_cli": "run_shell_command",
-    "qwen_code": "run_shell_command",
-    "opencode": "bash",
-}
-"""The tool that runs commands in the harnesses for which the demo's script has no part."""
-
-
-def part_of(tool: str) -> Script:
-    """The part that the demo's script has for Codex, said with another name for its tool."""
-    document = json.loads((DEMO / "script.json").read_text())
-    (part,) = (rule for rule in document["rules"] if '"name": "exec_command"' in rule["match"])
-    words = (
-        json.dumps({"rules": [part]}).replace("exec_command", tool).replace('"cmd"', '"command"')
-    )
-    return msgspec.json.decode(words, type=Script)
 
 
 @pytest.mark.parametrize("harness", SHELL_TOOL)

@@ -125,9 +125,11 @@ async def gateway(
     engine_script: Script = THREE_TURNS,
     *,
     engine: Any = None,
+    inference: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Gateway]:
-    """`engine` is whatever has a `url` while it is open; a scripted engine unless told otherwise."""
+    """`engine` is whatever has a `url` while it is open; a scripted engine unless told otherwise.
+    `inference` and `config` are fields of the node's configuration."""
     async with engine or ScriptedEngine(engine_script) as behind:
         receiver = Gateway(behind, "")
         results = Starlette(routes=[Route("/results", receiver.take, methods=["POST"])])
@@ -150,7 +152,7 @@ async def gateway(
                     NodeConfig(
                         id="n1",
                         port=0,
-                        inference=InferenceConfig(base_url=behind.url),
+                        inference=InferenceConfig(base_url=behind.url, **inference or {}),
                         **{"allow_unisolated": True, "model_calls": IMPATIENT, **config},
                     ),
                     data_dir=data_dir,
