@@ -13,6 +13,8 @@ from builders.base import SpecError, StrategySpec
         ({"kinds": "turn"}, "builder.config.kinds"),
         ({"kinds": ["turn", 1]}, "builder.config.kinds[1]"),
         ({"end_of_turn_ids": ["<|im_end|>"]}, "builder.config.end_of_turn_ids[0]"),
+        ({"max_tokens": 0}, "builder.config.max_tokens"),
+        ({"strict": ["undelivered", "to_strict"]}, "builder.config.strict[1]"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_path(config: dict[str, Any], field: str) -> None:
@@ -25,7 +27,7 @@ def test_a_wrong_setting_is_refused_with_its_path(config: dict[str, Any], field:
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        SpecError, match=r"builder\.strategy: 'magic' is none of per_request, prefix"
+        SpecError, match=r"builder\.strategy: 'magic' is none of lineage, per_request, prefix"
     ):
         builders.make(StrategySpec(strategy="magic"))
 
@@ -33,3 +35,8 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
 def test_settings_reach_the_builder() -> None:
     builder = builders.make(StrategySpec(strategy="per_request", config={"kinds": ["title"]}))
     assert builder.options.kinds == ("title",)
+
+
+def test_a_code_that_is_no_finding_is_refused_with_those_that_are() -> None:
+    with pytest.raises(SpecError, match="'mixed' is no finding; there are .*mixed_policy_versions"):
+        builders.make(StrategySpec(strategy="lineage", config={"strict": ["mixed"]}))

@@ -42,6 +42,7 @@ def test_a_trace_is_the_call_as_the_engine_saw_it() -> None:
             "completion_id": "msg_0",
             "kind": "turn",
             "policy_version": "v0",
+            "logprob_kind": "processed",
             "sampling": {"temperature": 1.0},
             "finish_reason": completion.finish_reason,
         }
@@ -79,3 +80,12 @@ def test_a_session_without_completions_is_an_empty_trajectory() -> None:
     trajectory = build(World().session())
     assert trajectory.traces == []
     assert trajectory.metadata["model_used"] == ""
+
+
+def test_the_traces_name_the_calls_that_they_continue() -> None:
+    world = World()
+    play(world, ["turn", "turn"])
+    first, second = build(world.session()).traces
+    assert first.metadata["parent"] is None
+    assert second.metadata["parent"] == {"trace": 0, "completion_id": "msg_0", "shared_tokens": 0}
+    assert second.metadata["spans"][0]["previous"] == "msg_0"

@@ -93,7 +93,7 @@ def test_a_broken_plugin_is_reported_and_the_others_load(install: Install) -> No
         "per_request = polar_test_plugin:PerRequest\n",
     )
     loaded, problems = builders.load_builders()
-    assert set(loaded) == {"per_request", "prefix_merging", "nothing"}
+    assert set(loaded) == {"per_request", "prefix_merging", "lineage", "nothing"}
     assert loaded["per_request"].__module__ == "builders.per_request"
     told = {problem.split()[2]: problem for problem in problems}
     assert "does not import: AttributeError" in told["absent"]

@@ -7,7 +7,7 @@ from typing import Any
 import builders
 from builders.base import StrategySpec
 from builders.check import check
-from builders.records import Completion, CompletionSession, Trajectory
+from builders.records import Completion, CompletionSession, Trajectory, VersionSpan
 from tests.builders.world import END, END_TEXT, SYSTEM, Message, World, decode, play
 
 THREAD: list[Message] = [SYSTEM, {"role": "user", "content": "fix it"}]
@@ -44,10 +44,12 @@ def recorded() -> list[Completion]:
     """Four turns of a real vLLM (a tiny model): sampled non-canonically, the last after a new user
     message, before which the template drops the earlier reasoning."""
     turns = json.loads((RECORDINGS / "vllm_four_turns.json").read_text())
-    return [
-        Completion(
+    found: list[Completion] = []
+    for number, turn in enumerate(turns):
+        completion = Completion(
             completion_id=f"msg_{number}",
             index=number,
+            previous=found[-1] if found else None,
             tail=array("i", turn["prompt_token_ids"]),
             sampled_ids=array("i", turn["token_ids"]),
             logprobs=array("f", turn["logprobs"]),
@@ -57,8 +59,8 @@ def recorded() -> list[Completion]:
             finish_reason=turn["finish_reason"],
             stop_reason=turn["stop_reason"],
         )
-        for number, turn in enumerate(turns)
-    ]
+        found.append(completion)
+    return found
 
 
 def test_turns_recorded_from_vllm_merge_until_the_template_rewrites_the_prompt() -> None:
@@ -88,7 +90,7 @@ def test_a_merged_trace_masks_exactly_what_the_harness_and_the_template_wrote() 
     world = World(drifts=False)
     first = world.ask(THREAD, answer=said("one"))
     thread = [*THREAD, said("one"), {"role": "user", "content": "more"}]
-    second = world.ask(thread, answer=said("two"))
+    second = world.ask(thread, answer=said("two"), previous=first)
     (trace,) = build(world.session()).traces
     sampled = [sample.sampled for sample in world.samples]
     between = len(trace.response_ids) - sum(map(len, sampled))
@@ -107,8 +109,9 @@ def test_a_merged_trace_masks_exactly_what_the_harness_and_the_template_wrote() 
 def test_the_messages_of_a_merged_trace_are_those_sampled_not_those_echoed() -> None:
     world = World()
     answer = said("yes ", reasoning_content="let me see")
-    world.ask(THREAD, answer=answer)
-    world.ask([*THREAD, said("yes"), {"role": "user", "content": "more"}], answer=said("done"))
+    first = world.ask(THREAD, answer=answer)
+    thread = [*THREAD, said("yes"), {"role": "user", "content": "more"}]
+    world.ask(thread, answer=said("done"), previous=first)
     (trace,) = build(world.session()).traces
     assert trace.response_messages[0] == answer
 
@@ -131,26 +134,28 @@ def test_siblings_never_join_each_other_and_the_continued_one_keeps_the_chain() 
         assert stats(trajectory)["ambiguous"] == 0
 
 
-def test_siblings_that_cannot_be_told_apart_give_way_to_the_latest_and_it_is_said() -> None:
+def test_siblings_that_cannot_be_told_apart_are_marked() -> None:
     world = World(drifts=False)
     world.ask(THREAD, answer=said("same"))
-    world.ask(THREAD, answer=said("same"))
-    world.ask([*THREAD, said("same"), {"role": "user", "content": "more"}])
+    taken = world.ask(THREAD, answer=said("same"))
+    thread = [*THREAD, said("same"), {"role": "user", "content": "more"}]
+    world.ask(thread, previous=taken, ambiguous=True)
     trajectory = build(world.session())
     assert chains(trajectory) == [["msg_0"], ["msg_1", "msg_2"]]
     assert stats(trajectory)["ambiguous"] == 1
     assert [trace.metadata["ambiguous"] for trace in trajectory.traces] == [0, 1]
+    assert [span.get("ambiguous") for span in trajectory.traces[1].metadata["spans"]] == [
+        None,
+        True,
+    ]
 
 
-def test_the_harness_own_name_for_a_conversation_tells_equal_subagents_apart() -> None:
-    world = World(drifts=False)
-    for name in ("a", "b"):
-        world.ask(THREAD, answer=said("same"), chain={"thread-id": name})
-    thread = [*THREAD, said("same"), {"role": "user", "content": "more"}]
-    world.ask(thread, chain={"thread-id": "a"})
-    trajectory = build(world.session())
-    assert chains(trajectory) == [["msg_1"], ["msg_0", "msg_2"]]
-    assert stats(trajectory)["ambiguous"] == 0
+def test_an_answer_with_the_tokens_of_a_longer_ones_beginning_is_not_followed() -> None:
+    world = World(drifts=False, faithful=True)
+    long = world.ask(THREAD, answer=said(f"so{END_TEXT}it goes"))
+    world.ask(THREAD, answer=said("so"))
+    world.ask(world.follow(THREAD, long))
+    assert ["msg_1", "msg_2"] not in chains(build(world.session()))
 
 
 def test_after_a_rewind_the_longer_line_keeps_the_chain() -> None:
@@ -165,22 +170,22 @@ def test_after_a_rewind_the_longer_line_keeps_the_chain() -> None:
     assert stats(trajectory)["begun"] == {"no_predecessor": 1, "branch": 1}
 
 
-def test_an_edited_answer_starts_a_chain() -> None:
-    world = World()
+def test_a_request_that_continues_nothing_starts_a_chain_though_its_tokens_would_fit() -> None:
+    world = World(drifts=False)
     world.ask(THREAD, answer=said("yes"))
-    world.ask([*THREAD, said("no"), {"role": "user", "content": "more"}])
+    world.ask([*THREAD, said("yes"), {"role": "user", "content": "more"}])
     trajectory = build(world.session())
     assert len(trajectory.traces) == 2
-    assert stats(trajectory)["begun"] == {"no_predecessor": 1, "answer_edited": 1}
+    assert stats(trajectory)["begun"] == {"no_predecessor": 2}
 
 
-def test_other_tools_or_another_system_prompt_start_a_chain() -> None:
+def test_another_system_prompt_before_a_known_answer_starts_a_chain() -> None:
     world = World()
-    thread = world.follow(THREAD, world.ask(THREAD))
-    world.ask([{"role": "system", "content": "Another."}, *thread[1:]])
-    world.tools = None
-    world.ask(thread)
-    assert len(build(world.session()).traces) == 3
+    first = world.ask(THREAD)
+    thread = world.follow(THREAD, first)
+    world.ask([{"role": "system", "content": "Another."}, *thread[1:]], previous=first)
+    trajectory = build(world.session())
+    assert stats(trajectory)["begun"] == {"no_predecessor": 1, "prompt_changed": 1}
 
 
 def test_a_subagent_is_a_chain_of_its_own_and_the_agents_trace_is_the_last() -> None:
@@ -213,7 +218,7 @@ def test_a_truncated_turn_is_closed_by_a_masked_token() -> None:
     world = World(drifts=False)
     cut = world.ask(THREAD, answer=said("a long answer"), truncated=True)
     echoed = cut.response_message
-    world.ask([*THREAD, echoed, {"role": "user", "content": "resume"}])
+    world.ask([*THREAD, echoed, {"role": "user", "content": "resume"}], previous=cut)
     (trace,) = build(world.session()).traces
     end = len(cut.sampled_ids)
     assert (trace.response_ids[end], trace.loss_mask[end]) == (END, 0)
@@ -221,9 +226,9 @@ def test_a_truncated_turn_is_closed_by_a_masked_token() -> None:
 
 def test_a_completion_without_log_probabilities_becomes_masked_context() -> None:
     world = World(drifts=False)
-    thread = THREAD
+    thread, last = THREAD, None
     for findings in ((), ("logprobs_missing",), ()):
-        world.ask(thread, answer=said("on it"), findings=findings)
+        last = world.ask(thread, answer=said("on it"), findings=findings, previous=last)
         thread = [*thread, said("on it"), {"role": "user", "content": "more"}]
     trajectory = build(world.session())
     assert chains(trajectory) == [["msg_0", "msg_2"]]
@@ -259,7 +264,7 @@ def test_an_end_of_turn_spelled_by_the_user_or_a_tool_keeps_nothing_apart() -> N
     thread = [*THREAD, {"role": "user", "content": "and what of <|im_end|>?"}]
     first = world.ask(thread, answer=called("a"))
     result = {"role": "tool", "tool_call_id": "a", "content": "x <|im_end|> y"}
-    last = world.ask([*thread, first.response_message, result])
+    last = world.ask([*thread, first.response_message, result], previous=first)
     (trace,) = build(world.session()).traces
     start = trace.metadata["spans"][1]["start"]
     context = trace.prompt_ids + trace.response_ids[:start]
@@ -276,9 +281,9 @@ def test_a_spelled_marker_keeps_nothing_apart_where_the_engine_closes_turns_by_a
 
 def test_an_answer_echoed_in_two_messages_merges_only_as_it_was_sampled() -> None:
     world = World()
-    world.ask(THREAD, answer=said("one two"))
+    first = world.ask(THREAD, answer=said("one two"))
     thread = [*THREAD, said("one"), said("two"), {"role": "user", "content": "more"}]
-    world.ask(thread)
+    world.ask(thread, previous=first)
     assert stats(build(world.session()))["begun"] == {"no_predecessor": 1, "inner_end_of_turn": 1}
 
 
@@ -301,3 +306,126 @@ def test_the_completions_are_left_as_they_were() -> None:
     before = [(c.prompt_ids, c.sampled_ids[:], c.thread) for c in world.completions]
     build(world.session())
     assert [(c.prompt_ids, c.sampled_ids, c.thread) for c in world.completions] == before
+
+
+def test_of_a_half_delivered_answer_what_was_continued_is_trained_and_the_rest_left_out() -> None:
+    world = World(drifts=False)
+    cut = world.ask(THREAD, answer=said("a long answer in many tokens"), delivered=False)
+    world.ask(world.follow(THREAD, cut, heard=5))
+    trajectory = build(world.session())
+    (trace,) = trajectory.traces
+    rest = len(cut.sampled_ids) - 5
+    assert stats(trajectory)["left_out"] == {"undelivered": {"completions": 1, "tokens": rest}}
+    first, _ = trace.metadata["spans"]
+    assert (first["length"], first["sampled"], first["delivered"]) == (5, rest + 5, False)
+    # The template closes the turn that the harness has: masked.
+    assert trace.response_ids[:6] == [*cut.sampled_ids[:5], END]
+    assert trace.loss_mask[:6] == [1, 1, 1, 1, 1, 0]
+    assert trace.response_messages[0] == said("a long ans")
+
+
+def test_of_two_that_go_on_from_parts_of_an_answer_the_longer_part_keeps_the_chain() -> None:
+    world = World(drifts=False)
+    cut = world.ask(THREAD, answer=said("a long answer in many tokens"), delivered=False)
+    less = world.follow(THREAD, cut, heard=3)
+    less = world.follow(less, world.ask(less))
+    world.ask(world.follow(THREAD, cut, heard=7))
+    world.ask(less)
+    trajectory = build(world.session())
+    assert chains(trajectory) == [["msg_0", "msg_2"], ["msg_1", "msg_3"]]
+    assert trajectory.traces[0].metadata["spans"][0]["length"] == 7
+    assert stats(trajectory)["begun"] == {"no_predecessor": 1, "branch": 1}
+
+
+def test_a_request_that_may_have_continued_another_proves_no_delivery() -> None:
+    world = World(drifts=False)
+    lost = world.ask(THREAD, answer=said("same"), delivered=False)
+    thread = [*THREAD, said("same"), {"role": "user", "content": "more"}]
+    world.ask(thread, previous=lost, ambiguous=True)
+    trajectory = build(world.session())
+    assert chains(trajectory) == [["msg_1"]]
+    assert stats(trajectory)["begun"] == {"previous_left_out": 1}
+
+
+def test_a_prompt_composed_of_other_tokens_than_were_recorded_starts_a_chain() -> None:
+    world = World()
+    first = world.ask(THREAD, answer=said("a long answer in many tokens"))
+    world.ask(world.follow(THREAD, first), mode="tokens")
+    assert stats(build(world.session()))["begun"] == {"no_predecessor": 1, "prompt_changed": 1}
+
+
+def test_a_trace_is_cut_to_what_fits_and_says_what_was_cut() -> None:
+    world = World(drifts=False)
+    first = world.ask(THREAD, answer=said("a long answer in many tokens"))
+    second = world.ask(world.follow(THREAD, first))
+    limit = first.prompt_length + 4
+    trajectory = build(world.session(), max_tokens=limit)
+    (trace,) = trajectory.traces
+    assert len(trace.prompt_ids + trace.response_ids) == limit
+    assert trace.finish_reason == "length"
+    cut = len(first.sampled_ids) - 4 + len(second.sampled_ids)
+    assert trace.metadata["max_tokens_cut"] == cut
+    assert stats(trajectory)["left_out"] == {"max_tokens": {"completions": 2, "tokens": cut}}
+    assert build(world.session(), max_tokens=first.prompt_length).traces == []
+
+
+def test_a_merged_trace_that_outgrows_the_limit_by_drift_is_split_and_nothing_is_lost() -> None:
+    world = World()
+    answer = said("a very long answer in very, very many tokens")
+    first = world.ask(THREAD, answer=answer)
+    # Sampled one character at a time: more tokens than the canonical rendering has.
+    world.completions[0].sampled_ids = array("i", [*range(5000, 5060), END])
+    world.completions[0].logprobs = array("f", [-1.0] * 61)
+    second = world.ask(world.follow(THREAD, first), answer=said("done"))
+    limit = max(first.prompt_length + 61, len(second.context_ids))
+    trajectory = build(world.session(), max_tokens=limit)
+    assert stats(trajectory)["begun"] == {"no_predecessor": 1, "max_tokens": 1}
+    assert stats(trajectory)["left_out"] == {}
+
+
+def test_split_on_drift_keeps_apart_what_was_rendered_otherwise() -> None:
+    world = World()
+    first = world.ask(THREAD, answer=said("a long answer in many tokens"))
+    world.ask(world.follow(THREAD, first))
+    assert len(build(world.session()).traces) == 1
+    assert stats(build(world.session(), split_on_drift=True))["begun"] == {
+        "no_predecessor": 1,
+        "drift": 1,
+    }
+
+
+def test_a_trace_tells_where_each_run_of_tokens_comes_from() -> None:
+    world = World(drifts=False)
+    first = world.ask(THREAD, backend="a", usage={"cached_tokens": 3}, started_at=1.0, ended_at=2.0)
+    swap = [VersionSpan(version="5", start=0, end=2), VersionSpan(version="6", start=2, end=6)]
+    world.ask(
+        world.follow(THREAD, first),
+        answer=said("six it is"),
+        versions=swap,
+        asked={"tool_choice": "auto"},
+        ended_at=4.0,
+    )
+    (trace,) = build(world.session(group_id="g", repetition_index=2)).traces
+    told, then = trace.metadata["spans"]
+    assert (told["backend"], told["usage"], told["started_at"]) == ("a", {"cached_tokens": 3}, 1.0)
+    assert (told["logprob_kind"], told["sampling"]) == ("processed", {"temperature": 1.0})
+    assert (then["previous"], then["attached"]) == ("msg_0", "exact")
+    assert then["versions"][1] == {"version": "6", "start": 2, "end": 6}
+    assert then["asked"] == {"tool_choice": "auto"}
+    metadata = trace.metadata
+    assert metadata["policy_versions"] == {"start": "v0", "end": "6"}
+    assert (metadata["group_id"], metadata["repetition_index"]) == ("g", 2)
+    assert (metadata["started_at"], metadata["ended_at"], metadata["asked"]) == (1.0, 4.0, {})
+    assert (metadata["trainable"], metadata["mask_reason"]) == (True, None)
+    assert (metadata["begun"], metadata["parent"]) == ("no_predecessor", None)
+
+
+def test_a_branch_names_the_trace_and_the_answer_that_it_goes_on_from() -> None:
+    world = World()
+    first = world.ask(THREAD, answer=called("a"))
+    world.ask(world.follow(THREAD, first), answer=called("b"))
+    thread = world.follow(THREAD, first)
+    world.ask(world.follow(thread, world.ask(thread, answer=called("c"))))
+    branch, _ = build(world.session()).traces
+    assert branch.metadata["begun"] == "branch"
+    assert branch.metadata["parent"] == {"trace": 1, "completion_id": "msg_0", "shared_tokens": 0}
