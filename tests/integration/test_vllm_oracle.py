@@ -1,0 +1,122 @@
+"""The recorded log probabilities are the model's own, of these tokens in this context.
+
+transformers computes them anew from the recorded ids alone, with the same weights in float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+import pytest
+
+from builders.records import CompletionSession, Mode, Trace
+from polar_gateway.capture.session import read_session
+from polar_gateway.testing.script import Script, ScriptFile
+from tests.integration.conftest import DEMO, HARNESSES, SHELL_TOOL, part_of
+from tests.integration.vllm_server import CACHE, VllmServer
+from tests.polar_gateway.gateway import gateway
+
+pytestmark = [pytest.mark.vllm, pytest.mark.clis, pytest.mark.timeout(300)]
+
+CLIS = (*HARNESSES, *(harness for harness in SHELL_TOOL if harness != "pi_old"))
+TOLERANCE = 1e-4
+TURNS = 4
+
+
+class Question(NamedTuple):
+    """Ids, which of them were sampled, and what was recorded of those."""
+
+    name: str
+    ids: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+
+
+@pytest.mark.parametrize("mode", ["messages", "tokens"])
+async def test_the_recorded_log_probabilities_are_those_of_the_recorded_context(
+    tmp_path: Path, packs: Path, vllm: VllmServer, mode: Mode, demo_task: dict[str, Any]
+) -> None:
+    questions: list[Question] = []
+    async with gateway(
+        tmp_path, engine=nullcontext(vllm), inference={"prompts": mode}, pack_dir=packs
+    ) as node:
+        for harness in CLIS:
+            vllm.speak(words_for(harness))
+            result = await node.run(
+                harness,
+                instruction=demo_task["instruction"],
+                agent={"harness": harness, "model_name": "stub-model"},
+                runtime={**demo_task["runtime"], "backend": "local", "allow_internet": True},
+                evaluator=demo_task["evaluator"],
+                remaining_timeout_seconds=120,
+            )
+            assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+            assert result.trajectory is not None
+            (journal,) = tmp_path.glob(f"**/*{harness}*/session.journal")
+            session = read_session(journal)
+            asked = [completion.mode for completion in session.completions]
+            assert asked == ["messages", *[mode] * (TURNS - 1)], harness
+            traces = result.trajectory.traces
+            if mode == "tokens":
+                questions += merged(harness, traces)
+            else:
+                questions += canonical(harness, traces, session)
+            assert sum(len(q.sampled) for q in questions if q.name.startswith(harness)) == sum(
+                len(completion.sampled_ids) for completion in session.completions
+            )
+    for question, said in zip(questions, await ask(tmp_path, questions), strict=True):
+        worst = max(abs(a - b) for a, b in zip(said, question.logprobs, strict=True))
+        assert worst <= TOLERANCE, question.name
+
+
+def merged(harness: str, traces: list[Trace]) -> Iterator[Question]:
+    """Every trainable token in the context in which it is trained."""
+    for number, trace in enumerate(traces):
+        start = len(trace.prompt_ids)
+        trainable = [at for at, mask in enumerate(trace.loss_mask) if mask]
+        logprobs = trace.response_logprobs or []
+        yield Question(
+            f"{harness}, trace {number}",
+            trace.prompt_ids + trace.response_ids,
+            [start + at for at in trainable],
+            [logprobs[at] for at in trainable],
+        )
+
+
+def canonical(harness: str, traces: list[Trace], session: CompletionSession) -> Iterator[Question]:
+    """Every trainable token in the context that the engine made of the messages."""
+    trained = {name for trace in traces for name in trace.metadata["completion_ids"]}
+    for completion in session.completions:
+        if completion.completion_id in trained:
+            start = completion.prompt_length
+            assert completion.logprobs is not None
+            yield Question(
+                f"{harness}, {completion.completion_id}",
+                completion.context_ids.tolist(),
+                list(range(start, start + len(completion.sampled_ids))),
+                completion.logprobs.tolist(),
+            )
+
+
+async def ask(folder: Path, questions: list[Question]) -> list[list[float]]:
+    """What the model itself says, all in one process."""
+    asked, said = folder / "questions.json", folder / "answers.json"
+    asked.write_bytes(
+        msgspec.json.encode([{"ids": each.ids, "sampled": each.sampled} for each in questions])
+    )
+    home = CACHE / "vllm"
+    program = Path(__file__).with_name("oracle.py")
+    await anyio.run_process(
+        [str(home / "venv/bin/python"), str(program), str(home / "model"), str(asked), str(said)],
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    return msgspec.json.decode(said.read_bytes(), type=list[list[float]])
+
+
+def words_for(harness: str) -> Script:
+    if harness in HARNESSES:
+        return ScriptFile(DEMO / "script.json").current()
+    return part_of(SHELL_TOOL[harness])
