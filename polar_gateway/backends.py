@@ -21,6 +21,7 @@ from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines import open_engine
 from polar_gateway.engines.base import Engine, EngineError, EngineProbe, PauseMode
 from polar_gateway.policy_versions import Weights
+from polar_gateway.prompts import unable
 
 logger = logging.getLogger(__name__)
 
@@ -609,6 +610,8 @@ async def open_backends(
         raise BackendRefusedError(422, str(error)) from error
     async with closed_unless_kept(engine):
         backends = Backends([await probed(first, engine, patience)], inference=inference)
+        if inference.prompts == "tokens" and (why := unable(backends.first.probe)):
+            refuse_for([why], "prompts: tokens cannot be had")
     try:
         for config in others:
             await backends.add(config, patience=patience)

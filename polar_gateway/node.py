@@ -28,6 +28,7 @@ from polar_gateway.config import NodeConfig
 from polar_gateway.lifecycle import Stage
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.pipeline import NodeParts, SessionRun, Slots
+from polar_gateway.prompts import Prompter
 from polar_gateway.protocol import (
     NodeHeartbeatRequest,
     NodeOffers,
@@ -141,6 +142,7 @@ class Node:
             key=new_key(),
             capture=self._capture(dispatch.session_id, dispatch.task_id, folder, dispatch.metadata),
             sampling=dispatch.sampling,
+            prompter=Prompter(self.parts.config.inference, dispatch.prompting),
             policy_version=_policy_version(dispatch.metadata),
         )
         return SessionRun(self.parts, session, dispatch, folder)
@@ -236,6 +238,7 @@ class Node:
             attempt_id="",
             key=session_id,
             capture=self._capture(session_id, request.task_id, folder, {}),
+            prompter=Prompter(self.parts.config.inference),
         )
         self._sessions.add(session)
         return self._status(session)

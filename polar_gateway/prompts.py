@@ -25,6 +25,7 @@ from polar_gateway.capture.session import OpenCall
 from polar_gateway.config import InferenceConfig
 from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines.base import Engine, EngineError, EngineProbe, Rendering
+from polar_gateway.protocol import Prompting
 
 TOKEN_IN_IGNORED = "token_in_ignored"
 HISTORY_REWRITTEN = "history_rewritten"
@@ -69,9 +70,13 @@ def unable(probe: EngineProbe) -> str:
 class Prompter:
     """Composes the prompts of one session's calls."""
 
-    def __init__(self, config: InferenceConfig) -> None:
-        self._prompts = config.prompts
-        self._history = config.history
+    def __init__(
+        self, config: InferenceConfig | None = None, wanted: Prompting | None = None
+    ) -> None:
+        """`wanted` is the task's own word."""
+        config, wanted = config or InferenceConfig(), wanted or Prompting()
+        self._prompts = wanted.prompts or config.prompts
+        self._history = wanted.history or config.history
         self._distrusted: set[str] = set()
         """Calls whose prompt the engine read otherwise than it was sent, and all after them."""
         self._closings: dict[bool, int | None] = {}
@@ -100,8 +105,12 @@ class Prompter:
         self, request: ModelRequest, record: OpenCall, engine: Engine, probe: EngineProbe
     ) -> Composition:
         previous = record.previous
-        if self._prompts == "messages" or previous is None or unable(probe):
+        if self._prompts == "messages" or previous is None:
             return Composition(request, "messages")
+        if why_not := unable(probe):
+            if self._prompts == "auto":
+                return Composition(request, "messages")
+            return _with_messages(request, why_not)
         if previous.completion_id in self._distrusted:
             self._distrusted.add(record.completion_id)
             return _with_messages(request, "the engine read another prompt before")

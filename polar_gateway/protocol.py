@@ -115,6 +115,13 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class Prompting(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the engine is asked, in place of what the node's configuration says; unset keeps that."""
+
+    prompts: Literal["auto", "messages", "tokens"] | None = None
+    history: Literal["template", "keep"] | None = None
+
+
 class SessionDispatchRequest(msgspec.Struct, kw_only=True):
     """What the server sends a node for one attempt of one session."""
 
@@ -134,6 +141,7 @@ class SessionDispatchRequest(msgspec.Struct, kw_only=True):
     """Where the node reports the result; the server's /callbacks/session_result."""
     metadata: dict[str, Any] = {}
     sampling: Sampling | None = None
+    prompting: Prompting | None = None
     dispatch_priority: int = 0
     init_timeout_seconds: float = 600.0
     postrun_timeout_seconds: float | None = None

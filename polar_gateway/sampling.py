@@ -161,6 +161,7 @@ class Sampler:
         self._listener = listener
         self._request = request
         self._record = generation.record
+        self._composed = False
         self._streaming = False
         self._partial: EngineReply | None = None
         """What there is of an answer that the engine aborted and that is to be gone on with."""
@@ -222,7 +223,7 @@ class Sampler:
 
     async def _leg(self, backend: Backend) -> EngineReply:
         """What one call of the engine brings, up to the end of the answer."""
-        engine, request = backend.engine, self._request
+        engine, request = backend.engine, await self._prompted(backend)
         request_id, after = self._record.completion_id, self._record.after
         self._record.backend = backend.name
         self._leg_now = OpenLeg(backend, self._partial)
@@ -238,6 +239,15 @@ class Sampler:
         else:
             reply = await engine.complete(request, request_id, after)
         return self._stamped(reply)
+
+    async def _prompted(self, backend: Backend) -> ModelRequest:
+        """The request as the engine is sent it, the same at every try."""
+        if not self._composed:
+            self._request = await self._session.prompter.compose(
+                self._request, self._record, backend.engine, backend.probe
+            )
+            self._composed = True
+        return self._request
 
     async def _streamed(self, stream: EngineStream, leg: "OpenLeg") -> EngineReply:
         """Hand a generation on as it comes, each part when its record allows it."""
@@ -262,6 +272,7 @@ class Sampler:
         legs = self._legs if self._leg_now is None else [*self._legs, self._leg_now.ended(reply)]
         versions = versions_of(legs, self._session.policy_version)
         self._record.policy_version = versions.first
+        self._session.prompter.check(self._request, reply.prompt_ids, self._record)
         return msgspec.structs.replace(reply, versions=versions.spans)
 
     def _go_on_with(self, partial: EngineReply) -> None:

@@ -16,6 +16,7 @@ from polar_gateway.capture.session import SessionCapture
 from polar_gateway.errors import Failure
 from polar_gateway.generations import Generations
 from polar_gateway.lifecycle import Outcome, Stage, advance, wire_status
+from polar_gateway.prompts import Prompter
 from polar_gateway.protocol import Sampling, SessionResult, SessionTiming
 from polar_gateway.stored_responses import StoredResponses
 
@@ -37,6 +38,7 @@ class Session:
         key: str,
         capture: SessionCapture,
         sampling: Sampling | None = None,
+        prompter: Prompter | None = None,
         policy_version: str | None = None,
     ) -> None:
         self.session_id = session_id
@@ -45,6 +47,7 @@ class Session:
         self.key = key
         self.capture = capture
         self.sampling = sampling
+        self.prompter = prompter or Prompter()
         self.policy_version = policy_version
         """What the task says of weights that no trainer has named to the gateway."""
         self.lease: Lease | None = None

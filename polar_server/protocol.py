@@ -8,7 +8,7 @@ from builders.base import StrategySpec
 from evaluators.base import EvaluatorSpec
 from harness_adapters.base import AgentSpec
 from polar_gateway.errors import Failure
-from polar_gateway.protocol import Id, RuntimeSpec, Sampling, Verdict, agent_timeout
+from polar_gateway.protocol import Id, Prompting, RuntimeSpec, Sampling, Verdict, agent_timeout
 
 
 class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -21,20 +21,26 @@ class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Bounds the harness's run alone; waiting and INIT are not charged."""
     runtime: RuntimeSpec | None = None
     agent: AgentSpec
-    builder: StrategySpec = msgspec.field(default_factory=lambda: StrategySpec(strategy="per_request"))
+    builder: StrategySpec = msgspec.field(
+        default_factory=lambda: StrategySpec(strategy="per_request")
+    )
     evaluator: EvaluatorSpec | None = None
     callback_url: str | None = None
     metadata: dict[str, Any] = {}
     dispatch_priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     early_stop_min_usable_sessions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     sampling: Sampling | None = None
+    prompting: Prompting | None = None
     init_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     postrun_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """None: what the evaluator declares it needs, plus 300 s."""
 
     def __post_init__(self) -> None:
         agent_timeout(self.metadata)
-        if self.early_stop_min_usable_sessions is not None and self.early_stop_min_usable_sessions > self.num_samples:
+        if (
+            self.early_stop_min_usable_sessions is not None
+            and self.early_stop_min_usable_sessions > self.num_samples
+        ):
             raise ValueError("early_stop_min_usable_sessions must not exceed num_samples")
 
 

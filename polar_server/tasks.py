@@ -225,6 +225,7 @@ def dispatch_request(
         callback_url=callback_url,
         metadata=request.metadata,
         sampling=request.sampling,
+        prompting=request.prompting,
         dispatch_priority=request.dispatch_priority,
         init_timeout_seconds=request.init_timeout_seconds,
         postrun_timeout_seconds=request.postrun_timeout_seconds,
