@@ -87,6 +87,10 @@ async def test_a_harness_that_crashes_is_an_error_with_its_last_words(tmp_path: 
     assert "dying" in result.failure.detail
     assert result.metadata["agent_result"]["return_code"] == 3
     assert result.reward == 0.0
+    assert result.verdict is not None
+    assert [f.numbers for f in result.verdict.findings if f.code == "harness_crash"] == [
+        {"return_code": 3}
+    ]
 
 
 async def test_a_failed_session_is_never_rewarded(tmp_path: Path) -> None:
@@ -100,6 +104,24 @@ async def test_a_failed_session_is_never_rewarded(tmp_path: Path) -> None:
         result = await node.run(agent=agent, evaluator=graded)
     assert (result.status, result.reward) == ("ERROR", 0.0)
     assert "reward_withheld" in codes(result)
+
+
+async def test_a_session_that_a_trainer_is_strict_about_is_masked_and_not_rewarded(
+    tmp_path: Path,
+) -> None:
+    builder = {"strategy": "prefix_merging", "config": {"strict": ["unisolated"]}}
+    async with gateway(tmp_path) as node:
+        result = await node.run(builder=builder)
+    assert (result.status, result.reward) == ("ERROR", 0.0)
+    assert result.failure is not None
+    assert (result.failure.boundary, result.failure.infra) == ("capture", False)
+    assert "unisolated" in result.failure.message
+    assert result.verdict is not None
+    assert (result.verdict.reward, result.verdict.tokens) == ("graded", "none")
+    assert result.trajectory is not None
+    (trace,) = result.trajectory.traces
+    assert set(trace.loss_mask) == {0}
+    assert trace.metadata["mask_reason"] == "unisolated"
 
 
 async def test_a_prepare_action_that_fails_ends_the_session_before_the_agent(

@@ -83,3 +83,11 @@ def test_a_plug_ins_nonsense_is_a_failure_of_the_builder(monkeypatch: pytest.Mon
             dispatch(builder=StrategySpec(strategy="nonsense")), CompletionSession(session_id="s1")
         )
     assert caught.value.failure.boundary == "builder"
+
+
+def test_what_a_task_is_strict_about_is_its_builders_to_say() -> None:
+    config = {"strict": ["budget_cut"]}
+    asked = dispatch(builder=StrategySpec(strategy="per_request", config=config))
+    assert stages.strict(asked) == ("budget_cut",)
+    assert stages.strict(dispatch()) == ()
+    assert stages.strict(dispatch(builder=StrategySpec(strategy="nobodys"))) == ()
