@@ -38,5 +38,5 @@ def test_settings_reach_the_builder() -> None:
 
 
 def test_a_code_that_is_no_finding_is_refused_with_those_that_are() -> None:
-    with pytest.raises(SpecError, match="'mixed' is no finding; there are .*mixed_policy_versions"):
+    with pytest.raises(SpecError, match=r"'mixed' is no finding; there are .*mixed_policy_versions"):
         builders.make(StrategySpec(strategy="lineage", config={"strict": ["mixed"]}))

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -149,7 +150,7 @@ def swap_the_names_of_two_runs(trajectory: Trajectory, chance: random.Random) ->
         return False
     one, other = chance.sample(spans, 2)
     one["completion_id"], other["completion_id"] = other["completion_id"], one["completion_id"]
-    return True
+    return bool(one["completion_id"] != other["completion_id"])
 
 
 def misstate_the_policy(trajectory: Trajectory, chance: random.Random) -> bool:
@@ -293,6 +294,96 @@ def lose_a_message(trajectory: Trajectory, chance: random.Random) -> bool:
     return True
 
 
+def train_what_another_trace_trains(trajectory: Trajectory, chance: random.Random) -> bool:
+    """A shared run is unmasked, with the log probabilities that it has where it is trained."""
+    trained = {
+        span["completion_id"]: (trace.response_logprobs or [])[span["start"] :][: span["length"]]
+        for trace in trajectory.traces
+        for span in trace.metadata["spans"]
+        if not span.get("shared")
+    }
+    for trace in trajectory.traces:
+        assert trace.response_logprobs is not None
+        for span in trace.metadata["spans"]:
+            if shared := span.pop("shared", 0):
+                rows = slice(span["start"], span["start"] + shared)
+                trace.loss_mask[rows] = [1] * shared
+                trace.response_logprobs[rows] = trained[span["completion_id"]][:shared]
+                return True
+    return False
+
+
+def mask_as_if_shared(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    assert trace.response_logprobs is not None
+    span = chance.choice(trace.metadata["spans"])
+    shared = span.get("shared", 0)
+    if shared == span["length"]:
+        return False
+    trace.loss_mask[span["start"] + shared] = 0
+    trace.response_logprobs[span["start"] + shared] = 0.0
+    span["shared"] = shared + 1
+    return True
+
+
+def misstate_the_parent(trajectory: Trajectory, chance: random.Random) -> bool:
+    branches = [
+        trace
+        for trace in trajectory.traces
+        if (trace.metadata["parent"] or {}).get("shared_tokens")
+    ]
+    if not branches:
+        return False
+    parent = chance.choice(branches).metadata["parent"]
+    chance.choice(
+        [
+            lambda: parent.update(shared_tokens=parent["shared_tokens"] - 1),
+            lambda: parent.update(trace=len(trajectory.traces)),
+            lambda: parent.update(trace=None),
+            parent.clear,
+        ]
+    )()
+    return True
+
+
+def train_beyond_what_was_received(trajectory: Trajectory, chance: random.Random) -> bool:
+    """A run gets one token more of its completion, whose ids and place are those of the record."""
+    for trace in trajectory.traces:
+        for number, span in enumerate(trace.metadata["spans"]):
+            if "sampled" in span:
+                assert trace.response_logprobs is not None
+                at = span["start"] + span["length"]
+                trace.response_ids.insert(at, 99)
+                trace.loss_mask.insert(at, 1)
+                trace.response_logprobs.insert(at, -0.5)
+                span["length"] += 1
+                for later in trace.metadata["spans"][number + 1 :]:
+                    later["start"] += 1
+                return True
+    return False
+
+
+def misstate_the_cut(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).metadata["max_tokens_cut"] = chance.choice([10**6, None])
+    return True
+
+
+def misstate_the_number(trajectory: Trajectory, chance: random.Random) -> bool:
+    pick(trajectory, chance).metadata["trace_index"] += 1
+    return True
+
+
+def forget_what_was_continued(trajectory: Trajectory, chance: random.Random) -> bool:
+    span = chance.choice(pick(trajectory, chance).metadata["spans"])
+    return span.pop("previous", None) is not None
+
+
+def put_an_id_that_is_none(trajectory: Trajectory, chance: random.Random) -> bool:
+    trace = pick(trajectory, chance)
+    trace.response_ids[chance.randrange(len(trace.response_ids))] = 2**31
+    return True
+
+
 CORRUPTIONS: list[Corruption] = [
     flip_a_mask,
     put_a_two_into_the_mask,
@@ -326,6 +417,14 @@ CORRUPTIONS: list[Corruption] = [
     change_the_tools,
     change_the_end,
     lose_a_message,
+    train_what_another_trace_trains,
+    mask_as_if_shared,
+    misstate_the_parent,
+    train_beyond_what_was_received,
+    misstate_the_cut,
+    misstate_the_number,
+    forget_what_was_continued,
+    put_an_id_that_is_none,
 ]
 
 
@@ -335,16 +434,26 @@ CORRUPTIONS: list[Corruption] = [
     spells_ends=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=6),
     strategy=st.sampled_from(sorted(builders.BUILDERS)),
+    config=st.fixed_dictionaries(
+        {"split_on_drift": st.booleans(), "max_tokens": st.none() | st.integers(100, 400)}
+    ),
+    composes=st.sampled_from([0.0, 0.7]),
 )
 # Some corruptions need a merged trace to change, which many sessions do not have.
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 def test_every_corruption_is_reported(
-    corrupt: Corruption, seed: int, spells_ends: bool, actions: list[str], strategy: str
+    corrupt: Corruption,
+    seed: int,
+    spells_ends: bool,
+    actions: list[str],
+    strategy: str,
+    config: dict[str, Any],
+    composes: float,
 ) -> None:
-    world = World(seed, spells_ends=spells_ends)
+    world = World(seed, spells_ends=spells_ends, composes=composes)
     play(world, actions)
     session = world.session()
-    builder = builders.make(StrategySpec(strategy=strategy))
+    builder = builders.make(StrategySpec(strategy=strategy, config=config))
     trajectory = builder.build(session)
     assume(trajectory.traces)
     corrupted = copy.deepcopy(trajectory)
@@ -401,3 +510,23 @@ def test_two_completions_of_one_id_are_refused() -> None:
     assert "session session-1 holds two completions of the same id" in check(
         world.session(), trajectory, Options()
     )
+
+
+def test_a_trace_that_grew_too_long_by_drift_is_reported() -> None:
+    world = World()
+    thread = [SYSTEM, {"role": "user", "content": "Say much."}]
+    last = world.ask(world.follow(thread, world.ask_at_length(thread)))
+    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
+    limit = len(last.context_ids)
+    (violation,) = check(world.session(), trajectory, Options(max_tokens=limit))
+    assert violation.endswith(f"tokens, more than {limit}")
+
+
+def test_a_drifting_trace_is_reported_where_such_were_to_be_kept_apart() -> None:
+    world = World()
+    thread = [SYSTEM, {"role": "user", "content": "Say much."}]
+    answer = {"role": "assistant", "content": "a long answer in many tokens"}
+    world.ask(world.follow(thread, world.ask(thread, answer=answer)))
+    trajectory = builders.make(StrategySpec(strategy="prefix_merging")).build(world.session())
+    (violation,) = check(world.session(), trajectory, Options(split_on_drift=True))
+    assert violation.endswith("and were to be kept apart")

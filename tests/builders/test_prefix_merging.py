@@ -371,13 +371,9 @@ def test_a_trace_is_cut_to_what_fits_and_says_what_was_cut() -> None:
 
 def test_a_merged_trace_that_outgrows_the_limit_by_drift_is_split_and_nothing_is_lost() -> None:
     world = World()
-    answer = said("a very long answer in very, very many tokens")
-    first = world.ask(THREAD, answer=answer)
-    # Sampled one character at a time: more tokens than the canonical rendering has.
-    world.completions[0].sampled_ids = array("i", [*range(5000, 5060), END])
-    world.completions[0].logprobs = array("f", [-1.0] * 61)
-    second = world.ask(world.follow(THREAD, first), answer=said("done"))
-    limit = max(first.prompt_length + 61, len(second.context_ids))
+    first = world.ask_at_length(THREAD)
+    second = world.ask(world.follow(THREAD, first))
+    limit = len(second.context_ids)
     trajectory = build(world.session(), max_tokens=limit)
     assert stats(trajectory)["begun"] == {"no_predecessor": 1, "max_tokens": 1}
     assert stats(trajectory)["left_out"] == {}

@@ -79,3 +79,25 @@ def test_what_a_prompt_adds_to_an_earlier_one_does_not_depend_on_storage() -> No
             assert tail == other.prompt_after(flat.completions[earlier])
             found += tail is not None
     assert found
+
+
+def test_the_end_of_a_prompt_is_that_of_the_whole() -> None:
+    last = chained(4)[-1]
+    whole = last.prompt_ids
+    for start in range(len(whole) + 2):
+        assert last.prompt_from(start) == whole[start:]
+
+
+def test_what_is_stored_over_several_calls_is_found_without_comparing() -> None:
+    first, *_, last = chained(5)
+    added = last.prompt_after(first)
+    assert added == last.prompt_ids[first.prompt_length :]
+    first.tail = array("i", [77])
+    assert last.prompt_after(first) == added, "storage vouches for the beginning"
+
+
+def test_a_prompt_that_shares_less_than_all_of_an_earlier_one_does_not_begin_with_it() -> None:
+    first, second, third = chained(3)
+    third.parent, third.shared = second, first.prompt_length
+    assert third.prompt_after(second) is None
+    assert third.prompt_after(first) == third.tail

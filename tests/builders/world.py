@@ -276,6 +276,18 @@ class World:
             "ambiguous": ambiguous,
         }
 
+    def ask_at_length(self, messages: list[Message], **fields: Any) -> Completion:
+        """A call whose answer is sampled in more tokens than its canonical rendering has."""
+        answer = {"role": "assistant", "content": "a long answer in many tokens"}
+        completion = self.ask(messages, answer=answer, **fields)
+        spelt = [*(token(letter) for letter in body(answer)), END]
+        completion.sampled_ids = array("i", spelt)
+        completion.logprobs = array("f", [-1.0] * len(spelt))
+        self.samples[-1] = self.samples[-1]._replace(
+            sampled=spelt, logprobs=completion.logprobs.tolist()
+        )
+        return completion
+
     def say(self, number: int) -> Message:
         """Some answer: text, thinking and calls as chance will have it."""
         said = self.random.randrange(4) if self.repeats_itself else number
