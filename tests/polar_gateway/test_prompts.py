@@ -22,6 +22,7 @@ from polar_gateway.dialects.turn import (
 )
 from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
 from polar_gateway.prompts import Prompter, unable
+from polar_gateway.protocol import Prompting
 from polar_gateway.testing.tokenizer import TINY_MODEL, ChatTokenizer, RenderError
 
 Message = dict[str, Any]
@@ -512,6 +513,26 @@ async def test_messages_are_sent_where_they_are_asked_for(
     said = await talk.say([ASK], "One.")
     await talk.say(said.then(MORE), "Two.")
     assert (talk.last.mode, talk.last.notes) == ("messages", [])
+
+
+async def test_a_task_may_ask_otherwise_than_its_node(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    talk = Talk(tmp_path, tokenizer, prompts="messages", history="keep")
+    talk.prompter = Prompter(
+        InferenceConfig(prompts="messages", history="keep"), Prompting(prompts="tokens")
+    )
+    said = await thoughtful(talk)
+    await talk.say(said.then(MORE), "Yes.")
+    assert (talk.last.mode, talk.last.findings) == ("tokens", ["history_kept"])
+
+
+async def test_tokens_that_are_insisted_on_and_cannot_be_had_are_missed_aloud(talk: Talk) -> None:
+    talk.prompter = Prompter(wanted=Prompting(prompts="tokens"))
+    talk.probe.token_routes = []
+    said = await talk.say([ASK], "One.")
+    await talk.say(said.then(MORE), "Two.")
+    assert talk.last.notes == ["asked with messages: the engine takes no prompts as ids"]
 
 
 async def test_other_tools_begin_a_branch(talk: Talk) -> None:

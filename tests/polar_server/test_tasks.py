@@ -133,6 +133,7 @@ def agent(**fields: Any) -> dict[str, Any]:
         ),
         pytest.param(agent(harness="codex", env={"A=B": "x"}), "agent.env", id="agent's impossible variable"),
         pytest.param(task(sampling={"top_p": 2}), "sampling.top_p", id="impossible sampling"),
+        pytest.param(task(prompting={"history": "drop"}), "prompting.history", id="no such history"),
     ],
 )
 def test_a_bad_task_is_refused_naming_the_field(document: object, field: str | None):
@@ -193,7 +194,8 @@ def test_an_id_in_a_path_that_nothing_can_have_is_not_found(bad: str):
 
 
 def test_a_dispatch_carries_everything_of_the_task():
-    request = msgspec.convert({**PAPER_TASK, "sampling": {"temperature": 0.7}}, TaskRequest)
+    said = {"sampling": {"temperature": 0.7}, "prompting": {"history": "keep"}}
+    request = msgspec.convert({**PAPER_TASK, **said}, TaskRequest)
     dispatch = tasks.dispatch_request(
         request, session_id="ses-1", attempt_id="att-1", callback_url="http://s/cb"
     )
@@ -205,7 +207,8 @@ def test_a_dispatch_carries_everything_of_the_task():
     assert dispatch.remaining_timeout_seconds == 1800
     for name in (
         *("task_id", "instruction", "runtime", "agent", "builder", "evaluator", "metadata"),
-        *("sampling", "dispatch_priority", "init_timeout_seconds", "postrun_timeout_seconds"),
+        *("sampling", "prompting", "dispatch_priority"),
+        *("init_timeout_seconds", "postrun_timeout_seconds"),
     ):
         assert getattr(dispatch, name) == getattr(request, name)
 
