@@ -8,16 +8,29 @@ import msgspec
 from polar_gateway.dialects.turn import ErrorKind
 from polar_gateway.engines.base import EngineError, EngineReply
 
-_OVERFLOW = re.compile(r"maximum context length|longer than the maximum model length", re.I)
-_LIMIT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)|max_model_len=(\d+)", re.I)
+_OVERFLOW = re.compile(
+    r"maximum context length|longer than the (?:maximum model length|model's context length)"
+    r"|exceeds the maximum allowed length",
+    re.I,
+)
+_LIMIT = re.compile(
+    r"(?:maximum (?:context|model) length (?:is|of)|max_model_len=|context length \(|"
+    r"maximum allowed length \() ?(\d+)",
+    re.I,
+)
 _ASKED = re.compile(
-    r"(?:contains at least|contains|requested|has|length) (\d+)\b(?! characters)", re.I
+    r"(?:contains at least|contains|requested|has|length|input \(|input length \() ?(\d+)\b"
+    r"(?! characters)",
+    re.I,
 )
 _UNCOUNTED = re.compile(r"contains at least \d+|contains \d+ characters", re.I)
 _OUTPUT = re.compile(
-    r"requested \d+ output tokens|in the completion|\bmax_(?:completion_)?tokens", re.I
+    r"requested \d+ output tokens|(?:in|for) the completion|\bmax_(?:completion_)?tokens", re.I
 )
-_PROMPT = re.compile(r"(\d+) in the messages|(?:has|contains) (\d+) input tokens", re.I)
+_PROMPT = re.compile(
+    r"(\d+) (?:in the messages|tokens from the input messages)|(?:has|contains) (\d+) input tokens",
+    re.I,
+)
 
 
 class Room(NamedTuple):
@@ -35,7 +48,7 @@ def room_of(said: str) -> Room | None:
     if limit is None or not _OUTPUT.search(said):
         return None
     prompt = _PROMPT.search(said)
-    return Room(int(limit[1] or limit[2]), int(prompt[1] or prompt[2]) if prompt else None)
+    return Room(int(limit[1]), int(prompt[1] or prompt[2]) if prompt else None)
 
 
 def error_of(status: int | None, data: bytes, retry_after: str = "") -> EngineError:
@@ -73,7 +86,7 @@ def overflow_message(said: str, prompt: int | None = None) -> str:
     limit, asked = _LIMIT.search(said), _ASKED.search(said)
     if limit is None:
         return said
-    most = int(limit[1] or limit[2])
+    most = int(limit[1])
     if prompt is None or prompt < most:  # what says less than the engine has counted something else
         prompt = int(asked[1]) if asked else most + 1
     return f"prompt is too long: {prompt} tokens > {most} maximum. {said}"
@@ -108,6 +121,12 @@ def aborted(partial: EngineReply | None = None) -> EngineError:
     """`partial` is what there was, where it can be gone on with."""
     kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
     return EngineError(kind, infra=True, again=True, partial=partial)
+
+
+def unresumable() -> EngineError:
+    kind = ErrorKind(status=503, code="overloaded", message="the engine aborted the generation")
+    said = f"{kind.message}, which cannot be gone on with"
+    return EngineError(kind, infra=True, message=said)
 
 
 def unreadable(error: msgspec.DecodeError, data: bytes) -> EngineError:

@@ -29,6 +29,9 @@ TOO_MUCH_OUTPUT = {
     "tokens.": Room(16384, None),
     "max_tokens=9000 cannot be greater than max_model_len=8192. Please request fewer output "
     "tokens.": Room(8192, None),
+    "Requested token count exceeds the model's maximum context length of 4096 tokens. You requested "
+    "a total of 5000 tokens: 3000 tokens from the input messages and 2000 tokens for the "
+    "completion.": Room(4096, 3000),
 }
 
 
@@ -71,6 +74,14 @@ def test_less_output_would_not_help_where_the_prompt_or_a_field_is_at_fault(said
         (
             "The decoder prompt (length 9000) is longer than the maximum model length of 8192.",
             "9000 tokens > 8192 maximum",
+        ),
+        (
+            "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
+            "9000 tokens > 8192 maximum",
+        ),
+        (
+            "Input length (9000 tokens) exceeds the maximum allowed length (8191 tokens).",
+            "9000 tokens > 8191 maximum",
         ),
         (
             (
