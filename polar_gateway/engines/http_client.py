@@ -24,14 +24,16 @@ class HttpClient:
         self._client: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        response = await self._request("GET", path, None, self._headers)
+        return decoded(decoder, await self._whole(response))
+
+    async def has(self, path: str) -> bool:
+        """Whether there is an endpoint that things can be posted to."""
         try:
             async with self._session().get(self.base_url + path, headers=self._headers) as response:
-                data = await response.read()
+                return response.status == 405
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(error) from error
-        if response.status != 200:
-            raise error_of(response.status, data)
-        return decoded(decoder, data)
 
     async def post(
         self, path: str, body: bytes, decoder: "msgspec.json.Decoder[_T]", request_id: str = ""
@@ -39,27 +41,27 @@ class HttpClient:
         return decoded(decoder, await self.post_raw(path, body, request_id))
 
     async def post_raw(self, path: str, body: bytes, request_id: str = "") -> bytes:
-        response = await self.open(path, body, request_id)
-        try:
-            return await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(error) from error
-        finally:
-            response.release()
+        return await self._whole(await self.open(path, body, request_id))
 
     async def open(self, path: str, body: bytes, request_id: str = "") -> aiohttp.ClientResponse:
         """Send a request and return its answer, status 200, body unread."""
         headers = {**self._headers, "x-request-id": request_id} if request_id else self._headers
+        return await self._request("POST", path, body, headers)
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> aiohttp.ClientResponse:
         url = self.base_url + path
+        ask = self._session().request
         try:
             try:
-                response = await self._session().post(url, data=body, headers=headers)
+                response = await ask(method, url, data=body, headers=headers)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
                 # Mostly a connection that was kept alive and that the engine has closed meanwhile:
                 # a new one is no second sample, as nothing of an answer has come.
-                response = await self._session().post(url, data=body, headers=headers)
+                response = await ask(method, url, data=body, headers=headers)
             if response.status == 200:
                 return response
             async with response:
@@ -67,6 +69,14 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(error) from error
         raise error_of(response.status, data, response.headers.get("retry-after", ""))
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            return await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(error) from error
+        finally:
+            response.release()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:

@@ -1,12 +1,19 @@
 """What vLLM says in its answers, as pieces of one. Pure."""
 
+import base64
+import binascii
+from array import array
 from collections.abc import Iterator
+from itertools import accumulate, chain
 from typing import Literal
 
 import msgspec
 
+from builders.records import Ids, VersionSpan
 from polar_gateway.engines.answers import Counts, Message, Piece
+from polar_gateway.engines.base import Tensor
 from polar_gateway.engines.http_client import as_logprob, decoded
+from polar_gateway.engines.npy import int32_file
 from polar_gateway.engines.refusals import broke_off, error_of
 
 
@@ -25,10 +32,14 @@ class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
+    """base64 of a .npy file."""
+    sampling_mask: list[list[int]] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _Answer(msgspec.Struct):
-    """A whole answer or one event of a stream."""
+    """A whole answer or one event of a stream, of the chat or of the generate endpoint."""
 
     model: str = ""
     choices: list[_Choice] = []
@@ -56,8 +67,8 @@ def chat_pieces(data: bytes) -> Iterator[Piece]:
         )
 
 
-def chat_answer(data: bytes) -> Piece:
-    """A whole chat answer. Raises EngineError when it is none."""
+def whole_answer(data: bytes) -> Piece:
+    """A whole answer. Raises EngineError when it is none."""
     answer = decoded(_answers, data)
     if answer.error:
         raise error_of(None, b'{"error":' + bytes(answer.error) + b"}")
@@ -77,4 +88,23 @@ def _piece(answer: _Answer, choice: _Choice) -> Piece:
         stop_reason=choice.stop_reason,
         counts=answer.usage,
         model=answer.model,
+        versions=choice.weight_versions,
+        tensors=_tensors(choice),
     )
+
+
+def _tensors(choice: _Choice) -> list[Tensor]:
+    tensors = []
+    if choice.routed_experts is not None:
+        try:
+            data = base64.b64decode(choice.routed_experts, validate=True)
+        except binascii.Error as error:
+            raise broke_off(f"routed_experts are no base64: {error}") from error
+        tensors.append(Tensor("routed_experts", data))
+    if choice.sampling_mask is not None:
+        # Sets of different sizes: all of them in a row, and where each one ends.
+        ids: Ids = array("i", chain.from_iterable(choice.sampling_mask))
+        ends: Ids = array("i", accumulate(map(len, choice.sampling_mask)))
+        tensors.append(Tensor("sampling_mask", int32_file(ids)))
+        tensors.append(Tensor("sampling_mask_ends", int32_file(ends)))
+    return tensors

@@ -1,0 +1,55 @@
+"""Rendered conversations as the JSON text in which an engine tells their ids.
+
+Two renderings mostly share all but their ends. Compared as text and decoded only where they differ,
+they cost next to nothing, however long the conversation is. Pure.
+"""
+
+from array import array
+from functools import cached_property
+
+import msgspec
+
+from builders.records import Ids
+from polar_gateway.engines.base import Rendering
+from polar_gateway.engines.id_cache import decoded_ids, spelling
+from polar_gateway.engines.refusals import unreadable
+
+
+class JsonRendering:
+    """A JSON array of ids; see `Rendering`. Raises EngineError when what is read of it is none."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    @cached_property
+    def ids(self) -> Ids:
+        return _read(self.text)
+
+    def after(self, earlier: Rendering, *, less: int = 0) -> Ids | None:
+        text = earlier.text if isinstance(earlier, JsonRendering) else spelling(earlier.ids)
+        end = _end_without(text, less)
+        if not self.text.startswith(text[:end]):
+            return None
+        rest = self.text[end:]
+        if rest == b"]":
+            return array("i")
+        if end == 1:  # of the earlier one only the bracket is left
+            return _read(b"[" + rest)
+        return _read(b"[" + rest[1:]) if rest[:1] == b"," else None
+
+
+def _end_without(text: bytes, less: int) -> int:
+    """Where the last `less` ids of a JSON array begin, separator included."""
+    end = len(text) - 1
+    for _ in range(less):
+        end = text.rfind(b",", 0, end)
+        if end < 0:
+            return 1
+    return end
+
+
+def _read(text: bytes) -> Ids:
+    try:
+        return decoded_ids(text)
+    except msgspec.DecodeError as error:
+        raise unreadable(error, text) from error
