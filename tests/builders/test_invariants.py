@@ -98,16 +98,31 @@ def test_every_token_stands_in_the_sampled_context_wherever_no_drift_is_counted(
                 assert trace.prompt_ids + trace.response_ids[: span.start] == sample.prompt
 
 
-@given(world=worlds, actions=sessions, config=options)
+@given(
+    seed=st.integers(0, 2**32),
+    forgets_thinking=st.booleans(),
+    spells_ends=st.booleans(),
+    actions=sessions,
+    strategy=strategies,
+    config=options,
+)
 @settings(deadline=None, max_examples=100)
-def test_a_prompt_composed_of_recorded_tokens_never_drifts(
-    world: World, actions: list[str], config: dict[str, Any]
+def test_prompts_composed_of_recorded_tokens_never_drift(
+    seed: int,
+    forgets_thinking: bool,
+    spells_ends: bool,
+    actions: list[str],
+    strategy: str,
+    config: dict[str, Any],
 ) -> None:
+    world = World(
+        seed, forgets_thinking=forgets_thinking, spells_ends=spells_ends, composes=1.0, keeps=True
+    )
     play(world, actions)
-    composed = {c.completion_id for c in world.completions if c.mode == "tokens"}
-    for trace in build(world.session(), "prefix_merging", config).traces:
-        if composed.issuperset(trace.metadata["completion_ids"][1:]):
-            assert trace.metadata["context_drift"] == 0
+    trajectory = build(world.session(), strategy, config)
+    assert not any(trace.metadata["context_drift"] for trace in trajectory.traces)
+    begun = trajectory.metadata["reconstruction_stats"].get("begun", {})
+    assert not {"prompt_changed", "inner_end_of_turn", "no_end_of_turn"} & begun.keys()
 
 
 @given(world=worlds, actions=sessions, config=options)
