@@ -289,6 +289,13 @@ REGISTRY: dict[str, Code] = {
         "Some sampled tokens are not trained on; the numbers give the tokens by reason.",
         "Nothing, or change the builder's kinds, strict or max_tokens.",
     ),
+    "trace_cut": Code(
+        "warning",
+        "session",
+        "A trace was longer than the builder's max_tokens and ends there.",
+        "Raise max_tokens if the trainer has room, or treat the session as truncated.",
+        cuts=True,
+    ),
     "side_call_share": Code(
         "warning",
         "session",

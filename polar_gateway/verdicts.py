@@ -35,7 +35,7 @@ MIN_TURNS_WITH_TOOLS = 8
 questions seldom needs this many turns."""
 
 CALL_MARKUP = re.compile(
-    r"<(?:tool_call|function_call|tool_use|invoke|function)\b[^<>]{0,80}>"  # Hermes, Qwen, Claude
+    r"<(?:tool_call|function_call|tool_use)>|<function=|<invoke name="  # Hermes, Qwen, Claude
     r"|<[|\uff5c]tool[\w\u2581]*[|\uff5c]>|<\|(?:python_tag|tool_call|tool_calls_section_begin)"
     r"|\[TOOL_CALLS\]|\bto=functions\."  # Mistral; gpt-oss
 )
@@ -309,6 +309,13 @@ def _of_traces(session: CompletionSession, trajectory: Trajectory | None) -> Ite
     if left_out := _left_out(trajectory):
         by_reason = {reason: counts["tokens"] for reason, counts in sorted(left_out.items())}
         lost = sum(by_reason.values())
+        if cut := left_out.get("max_tokens"):
+            yield _finding(
+                "trace_cut",
+                cut["completions"],
+                tokens=cut["tokens"],
+                share=_share(cut["tokens"], _sampled(session.completions)),
+            )
         yield _finding(
             "left_out",
             sum(counts["completions"] for counts in left_out.values()),

@@ -74,6 +74,7 @@ def judge(
     captured: tuple[str, ...] = (),
     notes: tuple[Finding, ...] = (),
     failure: Failure | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[Verdict, Trajectory]:
     """As the pipeline does: built, judged, masked."""
     session = CompletionSession(
@@ -82,7 +83,8 @@ def judge(
         end_of_turn_ids=list(ends),
         findings=list(captured),
     )
-    spec = StrategySpec(strategy=builder, config={"strict": list(strict)})
+    config = {"strict": list(strict), "max_tokens": max_tokens}
+    spec = StrategySpec(strategy=builder, config=config)
     trajectory = builders.make(spec).build(session)
     said = verdict(
         session, trajectory, failure=failure, graded=True, notes=list(notes), strict=strict
@@ -239,6 +241,12 @@ CASES: list[Case] = [
         {"completions": chat(1)},
         {"kind_title": 2, "tokens": 2, "share": 0.4},
     ),
+    (
+        "trace_cut",
+        {"completions": chat(2), "max_tokens": 9},
+        {"completions": chat(2), "max_tokens": 10},
+        {"tokens": 1, "share": 1 / 6},
+    ),
     ("no_completions", {"completions": []}, {"completions": [side_call(0)]}, {}),
     (
         "context_overflow",
@@ -295,6 +303,28 @@ def test_a_session_has_the_findings_that_it_earns(
     assert earned.level == REGISTRY[code].level
     assert earned.message
     assert found(code, judge(**not_quite)[0]) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<function=bash>",
+        '<invoke name="Bash">',
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        "<|python_tag|>{",
+        "<|tool_calls_section_begin|>",
+        "[TOOL_CALLS]",
+        "<|start|>assistant to=functions.bash",
+    ],
+)
+def test_calls_are_told_by_the_markup_of_model_families(text: str) -> None:
+    assert "calls_not_parsed" in codes(judge(marked(1, f"Let me see. {text}"))[0])
+
+
+@pytest.mark.parametrize("text", ["std::function<int>", "a <function> tag", "to=functions", "<b>"])
+def test_text_that_only_speaks_of_functions_is_no_call(text: str) -> None:
+    assert "calls_not_parsed" not in codes(judge(marked(1, text))[0])
 
 
 def test_a_clean_graded_session_may_be_trained_on_whole() -> None:
@@ -408,19 +438,24 @@ FIELDS = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, array("f", [-1, float("nan"), -1]), array("f", [-1])]),
     },
 )
-STRICT = st.lists(st.sampled_from(sorted(REGISTRY)), max_size=2, unique=True).map(tuple)
-BUILDERS = st.sampled_from(["per_request", "prefix_merging"])
+OPTIONS = st.fixed_dictionaries(
+    {
+        "builder": st.sampled_from(["per_request", "prefix_merging", "lineage"]),
+        "strict": st.lists(st.sampled_from(sorted(REGISTRY)), max_size=2, unique=True).map(tuple),
+        "max_tokens": st.none() | st.integers(min_value=1, max_value=30),
+    }
+)
 
 
-@given(st.lists(FIELDS, max_size=5), STRICT, BUILDERS, st.booleans())
+@given(st.lists(FIELDS, max_size=5), OPTIONS, st.booleans())
 def test_a_verdict_is_what_the_masks_say(
-    changes: list[dict[str, Any]], strict: tuple[str, ...], builder: str, keeps: bool
+    changes: list[dict[str, Any]], options: dict[str, Any], keeps: bool
 ) -> None:
     completions = chat(len(changes), rendered=list if keeps else lambda _: [29])
     for one, changed in zip(completions, changes, strict=True):
         last_changed([one], **changed)
     before = [msgspec.structs.asdict(one) for one in completions]
-    said, trajectory = judge(completions, strict=strict, builder=builder)
+    said, trajectory = judge(completions, **options)
     trained = sum(sum(trace.loss_mask) for trace in trajectory.traces)
     fatal = {one.code for one in said.findings if one.level == "fatal"}
 
@@ -431,7 +466,7 @@ def test_a_verdict_is_what_the_masks_say(
         assert set(left_out) <= {"undelivered", "kind_title"}
     if any(REGISTRY[code].scope == "session" for code in fatal):
         assert trained == 0
-    for code in strict:
+    for code in options["strict"]:
         assert code not in codes(said) or code in fatal
     for one in said.findings:
         assert one.count > 0
@@ -442,4 +477,4 @@ def test_a_verdict_is_what_the_masks_say(
     assert trained + lost == stats["sampled_tokens"]
     assert before == [msgspec.structs.asdict(one) for one in completions]
     assert msgspec.json.decode(msgspec.json.encode(said), type=Verdict) == said
-    assert judge(completions, strict=strict, builder=builder)[0] == said
+    assert judge(completions, **options)[0] == said
