@@ -69,6 +69,7 @@ class _Body(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     kv_transfer_params: _KvTransfer | None = None
+    allowed_token_ids: list[int] | None = None
 
 
 class ChatRequest(NamedTuple):
@@ -86,6 +87,7 @@ class ChatRequest(NamedTuple):
     logprobs: bool
     top_logprobs: int
     return_token_ids: bool
+    allowed_token_ids: list[int]
     parse_tools: bool
     parallel_tool_calls: bool
 
@@ -188,6 +190,7 @@ def checked(document: dict[str, Any], model: str, max_model_len: int) -> ChatReq
         logprobs=bool(body.logprobs),
         top_logprobs=top_logprobs,
         return_token_ids=bool(body.return_token_ids),
+        allowed_token_ids=body.allowed_token_ids or [],
         parse_tools=body.tools is not None and body.tool_choice != "none",
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )

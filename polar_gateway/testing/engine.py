@@ -36,7 +36,7 @@ from polar_gateway.testing.chat_request import (
 from polar_gateway.testing.endpoint import SamplingEndpoint, spoil
 from polar_gateway.testing.generate_request import DerenderRequest, GenerateRequest, converted
 from polar_gateway.testing.parsing import TurnParser, thinking_open
-from polar_gateway.testing.routes import get, not_found, post, scripted_routes
+from polar_gateway.testing.routes import get, post, scripted_routes
 from polar_gateway.testing.script import Script, ScriptFile
 from polar_gateway.testing.server import (
     DESCRIPTION,
@@ -105,18 +105,26 @@ class ScriptedEngine(ScriptedServer):
                 post("/detokenize", self._detokenize),
                 get("/v1/models", self._models),
                 get("/version", self._version),
-                get("/server_info", self._server_info),
-                post("/pause", self._pause),
-                post("/resume", self._resume),
-                get("/is_paused", self._is_paused),
-                post("/abort_requests", self._abort_requests),
-                post("/update_weight_version", self._update_weight_version),
-                get("/weight_info", self._weight_info),
-                post("/collective_rpc", self._collective_rpc),
-                post("/reset_prefix_cache", self._reset_prefix_cache),
                 *scripted_routes(self),
+                *self._control_routes(),
             ]
         )
+
+    def _control_routes(self) -> list[Route]:
+        return [
+            get("/server_info", self._server_info, there=self._takes_orders),
+            get("/is_paused", self._is_paused, there=self._takes_orders),
+            get("/weight_info", self._weight_info, there=self._takes_orders),
+            post("/pause", self._pause, there=self._takes_orders),
+            post("/resume", self._resume, there=self._takes_orders),
+            post("/abort_requests", self._abort_requests, there=self._takes_orders),
+            post("/update_weight_version", self._update_weight_version, there=self._takes_orders),
+            post("/collective_rpc", self._collective_rpc, there=self._takes_orders),
+            post("/reset_prefix_cache", self._reset_prefix_cache, there=self._takes_orders),
+        ]
+
+    def _takes_orders(self) -> bool:
+        return self.controls
 
     def room(self, prompt_ids: list[int], asked: int | None) -> int:
         """How many tokens an answer may have. Raises ApiError when there is no room for one."""
@@ -153,6 +161,7 @@ class ScriptedEngine(ScriptedServer):
             temperature=request.temperature,
             seed=request.seed,
             stop=request.stop,
+            only=request.allowed_token_ids,
             single_call=request.parse_tools and not request.parallel_tool_calls,
         )
         if fault.error_after is not None and not request.stream:
@@ -209,6 +218,7 @@ class ScriptedEngine(ScriptedServer):
             temperature=request.sampling_params.temperature,
             seed=request.sampling_params.seed,
             stop=request.stop,
+            only=request.sampling_params.allowed_token_ids or [],
         )
         if fault.error_after is not None and not request.stream:
             raise ApiError(500, fault.message, "InternalServerError")
@@ -242,6 +252,7 @@ class ScriptedEngine(ScriptedServer):
                 "seed": asked.seed,
                 "max_tokens": limit,
                 "logprobs": asked.top_logprobs if asked.logprobs else None,
+                "allowed_token_ids": asked.allowed_token_ids or None,
             },
             "model": self.model,
             "reasoning_ended": not thinking,
@@ -337,12 +348,7 @@ class ScriptedEngine(ScriptedServer):
     async def _version(self, _: Request) -> dict[str, Any]:
         return {"version": VERSION}
 
-    def _check_controls(self) -> None:
-        if not self.controls:
-            raise not_found()
-
     async def _server_info(self, request: Request) -> dict[str, Any]:
-        self._check_controls()
         mode = "processed_logprobs" if self.processed_logprobs else "raw_logprobs"
         connector = self.kv_connector
         config: Any = {
@@ -354,37 +360,30 @@ class ScriptedEngine(ScriptedServer):
         return {"vllm_config": config, "vllm_env": {}, "system_env": {}}
 
     async def _pause(self, request: Request) -> dict[str, Any]:
-        self._check_controls()
         mode = request.query_params.get("mode", "abort")
         await self.pause(converted({"mode": mode}, _Pause).mode)
         return {"status": "paused"}
 
     async def _resume(self, _: Request) -> dict[str, Any]:
-        self._check_controls()
         self.resume()
         return {"status": "resumed"}
 
     async def _is_paused(self, _: Request) -> dict[str, Any]:
-        self._check_controls()
         return {"is_paused": self.paused is not None}
 
     async def _abort_requests(self, request: Request) -> dict[str, Any]:
-        self._check_controls()
         named = decoded(await request.body()).get("request_ids")
         return {"status": "aborted", "aborted": self.abort(named or None)}
 
     async def _update_weight_version(self, request: Request) -> dict[str, Any]:
-        self._check_controls()
         version = decoded(await request.body())["new_version"]
         self.name_weights(version)
         return {"success": True, "new_version": version}
 
     async def _weight_info(self, _: Request) -> dict[str, Any]:
-        self._check_controls()
         return {"weight_version": self.weight_version}
 
     async def _collective_rpc(self, request: Request) -> dict[str, Any]:
-        self._check_controls()
         body = decoded(await request.body())
         if body.get("method") != "reload_weights":
             raise refused(f"the scripted engine cannot {body.get('method')}", "method")
@@ -392,7 +391,6 @@ class ScriptedEngine(ScriptedServer):
         return {"results": [None]}
 
     async def _reset_prefix_cache(self, _: Request) -> dict[str, Any]:
-        self._check_controls()
         return {"success": True}
 
 

@@ -15,6 +15,7 @@ class _Sampling(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
 
 
 class _StreamOptions(msgspec.Struct):

@@ -46,12 +46,15 @@ def generate(
     stop: list[str],
     source: random.Random,
     processed: bool = False,
+    only: Sequence[int] = (),
     begun: Sequence[Token] = (),
 ) -> Generation:
     """At most `limit` tokens that spell the line, its end of turn or stop string included.
 
-    `processed` log probabilities are those at the temperature; the others know of none. `begun` are
-    tokens of this line that have been sampled already, perhaps by another policy.
+    `processed` log probabilities are those at the temperature; the others know of none. `only` are
+    the tokens that a request allows, whatever the line is; where that is a single one, processed
+    log probabilities know that too. `begun` are tokens of this line that have been sampled already,
+    perhaps by another policy.
     """
     end = tokenizer.id_of(line.end)
     scale = temperature if processed and temperature else 1.0
@@ -71,14 +74,17 @@ def generate(
     tokens = list(begun)
     while len(tokens) < limit:
         allowed = [forced[len(tokens)]] if forced else tokenizer.continuations(rest) or [end]
+        allowed = list(only) or allowed
         token_id = policy.choose(context, allowed, temperature, source).token_id
-        ends = token_id == end
+        ends = token_id in tokenizer.ends_of_turn
         spelled = b"" if ends else tokenizer.bytes_of[token_id]
-        logprob = policy.logprob(context, token_id, scale)
+        certain = processed and len(only) == 1
+        logprob = 0.0 if certain else policy.logprob(context, token_id, scale)
         text = decoder.decode(spelled, final=ends)
         tokens.append(Token(token_id, logprob, context, text, scale))
         if ends:
-            return Generation(tokens, "stop", None if end == tokenizer.end_of_turn else end)
+            other = token_id != tokenizer.end_of_turn
+            return Generation(tokens, "stop", token_id if other else None)
         said += text
         found = _first_stop(said, stop)
         if found is not None:

@@ -14,33 +14,31 @@ from polar_gateway.testing.server import ScriptedServer
 Handler = Callable[[Request], Awaitable[Any]]
 
 
-def get(path: str, handler: Handler) -> Route:
-    return _route("GET", path, handler)
+def get(path: str, handler: Handler, *, there: Callable[[], bool] = lambda: True) -> Route:
+    """`there` says whether the server has the route at all."""
+    return _route("GET", path, handler, there)
 
 
-def post(path: str, handler: Handler) -> Route:
-    return _route("POST", path, handler)
+def post(path: str, handler: Handler, *, there: Callable[[], bool] = lambda: True) -> Route:
+    return _route("POST", path, handler, there)
 
 
-def _route(method: str, path: str, handler: Handler) -> Route:
+def _route(method: str, path: str, handler: Handler, there: Callable[[], bool]) -> Route:
     async def answer(request: Request) -> Response:
+        if not there():
+            return response({"detail": "Not Found"}, 404)
+        if request.method != method:
+            return response({"detail": "Method Not Allowed"}, 405)
         try:
             return response(await handler(request))
         except ApiError as error:
             return response(error.document, error.status)
 
-    return Route(path, answer, methods=[method])
+    return Route(path, answer, methods=["GET", "POST"])
 
 
 def response(document: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, media_type="application/json")
-
-
-def not_found() -> ApiError:
-    """What a server says of a route that it does not have."""
-    error = ApiError(404, "Not Found", "NotFoundError")
-    error.document = {"detail": "Not Found"}
-    return error
 
 
 def scripted_routes(server: ScriptedServer) -> list[Route]:

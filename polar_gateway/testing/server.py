@@ -9,7 +9,7 @@ import random
 import re
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -42,6 +42,8 @@ class Wanted(NamedTuple):
     stop: list[str]
     single_call: bool = False
     """The turn ends behind its first tool call."""
+    only: Sequence[int] = ()
+    """The tokens that are allowed, if not all."""
 
 
 class ScriptedServer:
@@ -95,7 +97,7 @@ class ScriptedServer:
         self._seed = seed
         self._held_after: int | None = None
         self._changed = anyio.Event()
-        self._answers: set[Answer] = set()
+        self.in_flight: set[Answer] = set()
         self._chance = random.Random(seed)
         self._service: Service | None = None
         self._stack = AsyncExitStack()
@@ -164,7 +166,7 @@ class ScriptedServer:
         self._change()
         if mode == "abort":
             self.abort()
-        while mode != "keep" and any(answer.begun for answer in self._answers):
+        while mode != "keep" and any(answer.begun for answer in self.in_flight):
             await self._changed.wait()
 
     def resume(self) -> None:
@@ -176,7 +178,7 @@ class ScriptedServer:
         named = None if request_ids is None else set(request_ids)
         ended = [
             answer
-            for answer in self._answers
+            for answer in self.in_flight
             if (answer.begun if named is None else answer.call.request_id in named)
         ]
         for answer in ended:
@@ -191,7 +193,7 @@ class ScriptedServer:
         seed = self._seed if path is None else zlib.crc32(path.encode())
         self.policy = SeededPolicy(self.tokenizer.size, seed)
         self.policies[self.weight_version] = self.policy
-        for answer in self._answers:
+        for answer in self.in_flight:
             answer.replan()
 
     def name_weights(self, version: str) -> None:
@@ -249,17 +251,18 @@ class ScriptedServer:
             stop=wanted.stop,
             source=self._chance if wanted.seed is None else random.Random(wanted.seed),
             processed=self.processed_logprobs,
+            only=wanted.only,
             begun=begun,
         )
 
     @contextmanager
     def telling(self, answer: "Answer") -> Iterator[None]:
         """Count the answer among those in flight."""
-        self._answers.add(answer)
+        self.in_flight.add(answer)
         try:
             yield
         finally:
-            self._answers.discard(answer)
+            self.in_flight.discard(answer)
             self._change()
 
     async def admit(self, answer: "Answer") -> None:
