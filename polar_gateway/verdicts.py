@@ -93,8 +93,8 @@ def masking(said: Verdict) -> list[str]:
 def masked(trajectory: Trajectory, said: Verdict) -> Trajectory:
     """The trajectory with nothing left to train on, if the verdict speaks against all its tokens.
 
-    The ids stay for people to look at; masks and log probabilities are 0, each trace's
-    `metadata.mask_reason` names the first finding, and the counts move to `left_out` under it.
+    The ids stay for people to look at; masks and log probabilities are 0, each trace's metadata is
+    not `trainable` with the first finding as its `mask_reason`, under which `left_out` counts all.
     """
     reasons = masking(said)
     if not reasons or not _trainable(trajectory):
@@ -122,7 +122,7 @@ def _masked(trace: Trace, reason: str) -> Trace:
         trace,
         loss_mask=[0] * length,
         response_logprobs=None if trace.response_logprobs is None else [0.0] * length,
-        metadata={**trace.metadata, "mask_reason": reason},
+        metadata={**trace.metadata, "trainable": False, "mask_reason": reason},
     )
 
 

@@ -391,6 +391,7 @@ def test_a_fatal_finding_of_the_session_masks_every_trace_and_says_why() -> None
         assert set(trace.loss_mask) == {0}
         assert set(trace.response_logprobs or ()) == {0.0}
         assert len(trace.loss_mask) == len(trace.response_ids) == len(trace.response_logprobs or ())
+        assert trace.metadata["trainable"] is False
         assert trace.metadata["mask_reason"] == "mixed_policy_versions"
     stats = trajectory.metadata["reconstruction_stats"]
     assert stats["trainable_tokens"] == 0
