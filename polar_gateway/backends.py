@@ -377,8 +377,9 @@ class Backends:
         self._suspected.set()
         self._suspected = anyio.Event()
 
-    async def watch(self) -> None:
-        """Look at backends that failed until they are well again; returns never."""
+    async def watch(self, period: float = CHECK_SECONDS) -> None:
+        """Look at backends that failed, once in so many seconds, until they are well again; returns
+        never."""
         while True:
             async with anyio.create_task_group() as group:
                 for backend in self:
@@ -387,7 +388,7 @@ class Backends:
             if all(each.healthy for each in self):
                 await self._suspected.wait()
             else:
-                await anyio.sleep(CHECK_SECONDS)
+                await anyio.sleep(period)
 
     async def _check(self, backend: Backend) -> None:
         why = f"it did not answer within {CHECK_TIMEOUT:g} s"
