@@ -7,24 +7,14 @@ import msgspec
 
 from polar_gateway.dialects.turn import ErrorKind, ModelRequest
 from polar_gateway.engines.base import EngineError
+from polar_gateway.engines.chat_api import CHAT, ChatApi
 from polar_gateway.engines.chat_body import chat_body
-from polar_gateway.engines.http_client import HttpClient
 
-CHAT = "/v1/chat/completions"
 RENDER = f"{CHAT}/render"
 DERENDER = f"{CHAT}/derender"
 GENERATE = "/inference/v1/generate"
 
 _encode = msgspec.json.Encoder().encode
-
-
-class Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[Model] = []
 
 
 class _Version(msgspec.Struct):
@@ -60,31 +50,11 @@ class _ServerInfo(msgspec.Struct):
 _Rendered = dict[str, msgspec.Raw]
 
 
-class VllmApi:
+class VllmApi(ChatApi):
     """Raises EngineError where the server refuses or does not answer."""
-
-    def __init__(self, base_url: str, api_key: str | None, model: str) -> None:
-        self.http = HttpClient(base_url, api_key)
-        self.model = model
-        """Empty until it is known."""
 
     async def version(self) -> str:
         return (await self.http.get("/version", msgspec.json.Decoder(_Version))).version
-
-    async def models(self) -> list[Model]:
-        return (await self.http.get("/v1/models", msgspec.json.Decoder(_Models))).data
-
-    async def served(self) -> str:
-        if not self.model:
-            listed = await self.models()
-            if not listed:
-                raise EngineError(
-                    ErrorKind(status=503, code="overloaded", message="the engine serves no model"),
-                    infra=True,
-                    again=True,
-                )
-            self.model = listed[0].id
-        return self.model
 
     async def body(
         self, request: ModelRequest, prompt: bytes | None = None, *, stream: bool = False
