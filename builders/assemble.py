@@ -141,8 +141,9 @@ def _trace(
     """One training sample: the first prompt, then samples (mask 1) and interstitials (mask 0)."""
     links = chain.links
     first, last = links[0].completion, links[-1].completion
-    response_ids, logprobs = array("i"), array("f")
+    response_ids = array("i")
     loss_mask: list[int] = []
+    logprobs: list[float] = []
     spans: list[dict[str, Any]] = []
     for completion, length, interstitial, _, _, shared in links:
         response_ids += interstitial
@@ -154,13 +155,13 @@ def _trace(
         loss_mask += [0] * masked
         loss_mask += [1] * (length - shared)
         assert completion.logprobs is not None, "an eligible completion has log probabilities"
-        logprobs.frombytes(bytes(logprobs.itemsize * masked))
-        logprobs += completion.logprobs[shared:length]
+        logprobs += [0.0] * masked
+        logprobs += completion.logprobs[shared:length].tolist()
     return Trace(
         prompt_ids=prompt_ids,
         response_ids=response_ids.tolist(),
         loss_mask=loss_mask,
-        response_logprobs=logprobs.tolist(),
+        response_logprobs=logprobs,
         prompt_messages=first.messages,
         response_messages=_response_messages(session, links),
         tools=first.tools,
@@ -250,7 +251,7 @@ def received(session: CompletionSession, link: Link) -> list[dict[str, Any]]:
     if link.length < len(completion.sampled_ids):
         for other in session.completions:
             if other.previous is completion and other.continued_tokens == link.length:
-                return echo(other.messages, len(completion.messages))
+                return echo(other.messages_from(completion.message_count))
     return [completion.response_message]
 
 
@@ -258,9 +259,8 @@ def _response_messages(session: CompletionSession, links: list[Link]) -> list[di
     """The thread after the first prompt: answers as sampled, in the place of their echoes."""
     said = received(session, links[0])
     for before, link in pairwise(links):
-        known = len(before.completion.messages)
-        messages = link.completion.messages
-        said += messages[known + len(echo(messages, known)) :]
+        later = link.completion.messages_from(before.completion.message_count)
+        said += later[len(echo(later)) :]
         said += received(session, link)
     return said
 

@@ -145,7 +145,7 @@ def _joint(
         return Joint(before, Junction(tail[taken:], 0))
     if before.composed:
         return "prompt_changed"
-    echoed = echo(completion.messages, len(earlier.messages))
+    echoed = echo(completion.messages_from(earlier.message_count))
     met = junction(tail, sampled, ends, one_end=closes_once(echoed, markup))
     if not isinstance(met, Junction):
         return met

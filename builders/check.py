@@ -9,7 +9,7 @@ pass with equal options have trained on the same tokens.
 
 from array import array
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -35,9 +35,10 @@ def check(session: CompletionSession, trajectory: Trajectory, options: Options) 
         session.completions
     ):
         wrong.append(f"session {session.session_id} holds two completions of the same id")
-    reader = _Reader(session, parts, options, frozenset(stats.get("end_of_turn_ids", ())))
-    for number, trace in enumerate(trajectory.traces):
-        wrong += [f"trace {number}: {what}" for what in reader.read(number, trace)]
+    ends = frozenset(stats.get("end_of_turn_ids", ()))
+    reader = _Reader(session, trajectory.traces, parts, options, ends)
+    for number in range(len(trajectory.traces)):
+        wrong += [f"trace {number}: {what}" for what in reader.read(number)]
     for completion_id, tokens in parts.tokens.items():
         if (trained := reader.trained.get(completion_id, 0)) != tokens:
             wrong.append(f"{trained} of {tokens} eligible tokens of {completion_id} are trained on")
@@ -53,19 +54,16 @@ class _Run(NamedTuple):
         return self.span.start + self.span.length
 
 
-class _Rows(NamedTuple):
-    """The arrays of a trace, known to be well-formed."""
-
-    ids: Ids
-    mask: list[int]
-    logprobs: list[float]
-
-
 class _Reader:
     """Goes through the traces in their order; what they may share is said by those before."""
 
     def __init__(
-        self, session: CompletionSession, parts: Split, options: Options, ends: frozenset[int]
+        self,
+        session: CompletionSession,
+        traces: list[Trace],
+        parts: Split,
+        options: Options,
+        ends: frozenset[int],
     ) -> None:
         self._session = session
         self._parts = parts
@@ -73,17 +71,15 @@ class _Reader:
         self._ends = ends
         self._markup = end_markup(session, ends)
         self._completions = {each.completion_id: each for each in parts.eligible}
-        self._wholes: list[Ids] = []
-        """Prompt and response of each trace so far."""
+        self._traces = traces
         self.trained: dict[str, int] = {}
         """Completion id -> how many of its tokens, from the first on, are trained on so far."""
 
-    def read(self, number: int, trace: Trace) -> list[str]:
-        """What is wrong with the next trace."""
-        self._wholes.append(array("i"))
-        rows = _rows(trace)
-        if isinstance(rows, str):
-            return [rows]
+    def read(self, number: int) -> list[str]:
+        """What is wrong with the next trace, which has this number."""
+        trace = self._traces[number]
+        if (misshapen := _shape(trace)) is not None:
+            return [misshapen]
         placed = self._placed(trace)
         if isinstance(placed, str):
             return [placed]
@@ -92,12 +88,12 @@ class _Reader:
         if trace.prompt_ids != prompt.tolist() or placed[0].span.start != 0:
             wrong.append(f"the prompt is not that of {placed[0].completion.completion_id}")
         limit = self._options.max_tokens
-        if limit is not None and len(prompt) + len(rows.ids) > limit:
-            wrong.append(f"it has {len(prompt) + len(rows.ids)} tokens, more than {limit}")
-        self._wholes[-1] = prompt + rows.ids
+        length = len(trace.prompt_ids) + len(trace.response_ids)
+        if limit is not None and length > limit:
+            wrong.append(f"it has {length} tokens, more than {limit}")
         wrong += self._branching(number, trace, placed)
-        wrong += _tokens(rows, placed)
-        wrong += self._context(trace, rows, placed)
+        wrong += _tokens(trace, placed)
+        wrong += self._context(trace, placed)
         return wrong + self._labels(number, trace, placed)
 
     def _placed(self, trace: Trace) -> list[_Run] | str:
@@ -148,11 +144,11 @@ class _Reader:
             of = parent.get("trace") if isinstance(parent, dict) else None
             if not isinstance(of, int) or not 0 <= of < number:
                 wrong.append(f"its parent {of} is no earlier trace")
-            elif self._wholes[of][:shared_to] != self._wholes[number][:shared_to]:
+            elif _leading(trace, shared_to) != _leading(self._traces[of], shared_to):
                 wrong.append(f"its first {shared_to} tokens are not those of trace {of}")
         return wrong
 
-    def _context(self, trace: Trace, rows: _Rows, placed: list[_Run]) -> list[str]:
+    def _context(self, trace: Trace, placed: list[_Run]) -> list[str]:
         """Every run stands in the context that its completion saw, drift counted."""
         wrong = []
         drifted = 0
@@ -174,7 +170,8 @@ class _Reader:
             sampled = before.completion.sampled_ids[: follows.taken]
             cut = len(tail) - (run.span.start - before.end)
             body, interstitial = tail[: max(cut, 0)], tail[max(cut, 0) :]
-            if cut < 0 or interstitial != rows.ids[before.end : run.span.start]:
+            between = trace.response_ids[before.end : run.span.start]
+            if cut < 0 or interstitial.tolist() != between:
                 wrong.append(f"what stands before {name} is not what its prompt ends with")
             elif body == sampled:
                 continue
@@ -182,7 +179,8 @@ class _Reader:
                 wrong.append(f"{name} was asked with other tokens than stand before it")
             elif not (
                 closes_once(
-                    echo(run.completion.messages, len(before.completion.messages)), self._markup
+                    echo(run.completion.messages_from(before.completion.message_count)),
+                    self._markup,
                 )
                 and _closed_once(body, sampled, interstitial, self._ends)
             ):
@@ -220,8 +218,8 @@ class _Reader:
         return wrong
 
 
-def _rows(trace: Trace) -> _Rows | str:
-    """The arrays of a trace, or what is wrong with them by themselves."""
+def _shape(trace: Trace) -> str | None:
+    """What is wrong with the arrays by themselves."""
     length, mask, logprobs = len(trace.response_ids), trace.loss_mask, trace.response_logprobs
     if not trace.prompt_ids:
         return "the prompt is empty"
@@ -231,18 +229,22 @@ def _rows(trace: Trace) -> _Rows | str:
         return "there are no log probabilities"
     if len(logprobs) != length:
         return f"{length} response ids, {len(logprobs)} log probabilities"
-    if not set(map(type, mask)) <= {int} or mask.count(0) + mask.count(1) != len(mask):
-        return "the mask holds something other than 0 and 1"
     try:
-        return _Rows(array("i", trace.response_ids), mask, logprobs)
-    except (TypeError, OverflowError) as error:
-        return f"a response id is none: {error}"
+        msgspec.convert(mask, list[Literal[0, 1]])
+    except msgspec.ValidationError:
+        return "the mask holds something other than 0 and 1"
+    return None
 
 
-def _tokens(rows: _Rows, placed: list[_Run]) -> list[str]:
+def _leading(trace: Trace, length: int) -> list[int]:
+    """The first ids of prompt and response together."""
+    return trace.prompt_ids[:length] + trace.response_ids[: max(0, length - len(trace.prompt_ids))]
+
+
+def _tokens(trace: Trace, placed: list[_Run]) -> list[str]:
     """Trainable are the sampled runs, token by token, and nothing else."""
     wrong = []
-    ids, mask, logprobs = rows
+    ids, mask, logprobs = trace.response_ids, trace.loss_mask, trace.response_logprobs or []
     at = 0
     for run in placed:
         start, end, completion = run.span.start, run.end, run.completion
@@ -251,7 +253,7 @@ def _tokens(rows: _Rows, placed: list[_Run]) -> list[str]:
         wrong += _masked(mask[at : start + shared], logprobs[at : start + shared], f"before {name}")
         if mask[start + shared : end].count(1) != length - shared:
             wrong.append(f"sampled tokens of {name} are masked out")
-        if ids[start:end] != completion.sampled_ids[:length]:
+        if ids[start:end] != completion.sampled_ids[:length].tolist():
             wrong.append(f"the ids of {name} are not those that were sampled")
         known = completion.logprobs
         if known is None or logprobs[start + shared : end] != known[shared:length].tolist():

@@ -1,17 +1,15 @@
 """What a harness made of an answer when it sent that back, and what a template may write of it."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import msgspec
 
 
-def echo(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """The assistant messages from `start` on: what the harness made of one answer, in order."""
-    end = start
-    while end < len(messages) and messages[end].get("role") == "assistant":
-        end += 1
-    return messages[start:end]
+def echo(later: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the messages after those of a request: what the harness made of its answer, in order."""
+    return list(takewhile(lambda message: message.get("role") == "assistant", later))
 
 
 def wording(message: dict[str, Any]) -> str:

@@ -188,13 +188,25 @@ class Completion(TokenNode, kw_only=True, eq=False):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The whole normalised message list of the request."""
-        pieces = [self.messages_tail]
-        node, wanted = self.parent, self.messages_shared
-        while node is not None and wanted > 0:
-            if wanted > node.messages_shared:
+        return self.messages_from(0)
+
+    @property
+    def message_count(self) -> int:
+        return self.messages_shared + len(self.messages_tail)
+
+    def messages_from(self, start: int) -> list[dict[str, Any]]:
+        """The request's messages from number `start` on; walks up no further than they reach."""
+        pieces: list[list[dict[str, Any]]] = []
+        node, end = self, self.message_count
+        while end > start:
+            if end > node.messages_shared:
                 own = [*node.messages_tail, node.response_message]
-                pieces.append(own[: wanted - node.messages_shared])
-                wanted = node.messages_shared
+                pieces.append(
+                    own[max(start - node.messages_shared, 0) : end - node.messages_shared]
+                )
+                end = node.messages_shared
+            if node.parent is None:
+                break
             node = node.parent
         return [message for piece in reversed(pieces) for message in piece]
 

@@ -15,9 +15,9 @@ def answer(content: Any = None, *calls: tuple[str, Any], **fields: Any) -> dict[
 
 def test_the_echo_is_the_run_of_assistant_messages() -> None:
     messages = [{"role": "user"}, answer("a"), answer("b"), {"role": "tool"}, answer("c")]
-    assert echo(messages, 1) == [answer("a"), answer("b")]
-    assert echo(messages, 3) == []
-    assert echo(messages, 5) == []
+    assert echo(messages[1:]) == [answer("a"), answer("b")]
+    assert echo(messages[3:]) == []
+    assert echo(messages[5:]) == []
 
 
 def test_arguments_nested_too_deep_to_decode_are_text() -> None:
