@@ -9,7 +9,7 @@ from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import ScriptFile
 from tests.integration.conftest import DEMO, HARNESSES, SHELL_TOOL, part_of
-from tests.polar_gateway.gateway import Gateway, gateway
+from tests.polar_gateway.gateway import gateway, turns
 
 pytestmark = [pytest.mark.clis, pytest.mark.timeout(180)]
 
@@ -49,7 +49,7 @@ async def test_a_cli_repairs_the_repository_and_its_run_is_one_chain_of_the_samp
     engine = ScriptedEngine(ScriptFile(DEMO / "script.json"))
     async with gateway(tmp_path, engine=engine, pack_dir=packs) as node:
         result = await node.run(**session(demo_task, harness, runtime))
-        calls = turns(node)
+        calls = turns(node.engine)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.completion_count == len(calls) == 4
     assert len(calls[0].message["tool_calls"]) == 2
@@ -75,7 +75,7 @@ async def test_a_cli_without_a_part_in_the_demo_repairs_the_repository_as_one_ch
     engine = ScriptedEngine(part_of(SHELL_TOOL[harness]))
     async with gateway(tmp_path, engine=engine, pack_dir=packs) as node:
         result = await node.run(**session(demo_task, harness, runtime))
-        calls = turns(node)
+        calls = turns(node.engine)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.completion_count == len(calls) == 4
     assert len(calls[0].message["tool_calls"]) == 2
@@ -115,8 +115,3 @@ async def test_a_cli_whose_engine_refuses_every_call_ends_as_a_failure_of_the_en
     assert result.failure.boundary == "engine"
     assert "not today" in result.failure.message + result.failure.detail
     assert result.reward is None or result.reward <= 0
-
-
-def turns(node: Gateway) -> list[Any]:
-    """The engine's calls without the gateway's own start-up probe."""
-    return [call for call in node.engine.calls if len(call.request["messages"]) > 1]

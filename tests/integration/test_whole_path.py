@@ -12,7 +12,7 @@ from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import ScriptedEngine
 from polar_server.protocol import TaskResult, TaskStatus
 from tests.integration.deployment import Deployment, Trainer, deployment
-from tests.polar_gateway.gateway import THREE_TURNS, call, script
+from tests.polar_gateway.gateway import THREE_TURNS, call, script, turns
 
 SLOW = script("I wait." + call("sleep 3"), "All done.")
 
@@ -91,17 +91,15 @@ async def test_a_server_killed_in_mid_task_loses_nothing(tmp_path: Path) -> None
     trainer = Trainer()
     async with deployment(tmp_path, ScriptedEngine(SLOW), trainer) as whole:
         await submit(whole)
-        await until(
-            lambda: len(whole.engine.calls) >= 4
-        )  # two of the probe, and a turn of each session
+        await until(lambda: len(turns(whole.engine)) >= 2)  # a turn of each session
         await whole.server.kill()
         await anyio.sleep(4)  # both sessions end while nobody is there to be told
         await whole.server.start()
         polled = await wait(whole)
         await until(lambda: bool(trainer.accepted))
-        turns = [c for c in whole.engine.calls if len(c.request["messages"]) > 1]
+        calls = turns(whole.engine)
     all_good(session_results(polled.results))
-    assert len(turns) == 4, "no session was run twice"
+    assert len(calls) == 4, "no session was run twice"
     assert len(trainer.accepted) == 1
 
 
@@ -110,7 +108,7 @@ async def test_the_sessions_of_a_killed_node_are_run_again_on_another(tmp_path: 
     trainer = Trainer()
     async with deployment(tmp_path, ScriptedEngine(SLOW), trainer, nodes=("n1", "n2")) as whole:
         await submit(whole)
-        await until(lambda: len(whole.engine.calls) >= 6)  # two probes, and a turn of each session
+        await until(lambda: len(turns(whole.engine)) >= 2)  # a turn of each session
         await whole.gateways["n1"].kill()
         polled = await wait(whole)
         await until(lambda: bool(trainer.accepted))
@@ -126,7 +124,7 @@ async def test_a_node_that_is_stopped_reports_what_it_has_and_the_session_moves_
     trainer = Trainer()
     async with deployment(tmp_path, ScriptedEngine(SLOW), trainer, nodes=("n1", "n2")) as whole:
         await submit(whole)
-        await until(lambda: len(whole.engine.calls) >= 6)
+        await until(lambda: len(turns(whole.engine)) >= 2)
         assert await whole.gateways["n1"].stop() == 0
         polled = await wait(whole)
     all_good(session_results(polled.results))
@@ -137,7 +135,7 @@ async def test_cancelling_a_task_ends_its_sessions_and_tells_the_trainer(tmp_pat
     slow = script("I wait." + call("sleep 600"), "Never.")
     async with deployment(tmp_path, ScriptedEngine(slow), trainer) as whole:
         await submit(whole, num_samples=3)
-        await until(lambda: len(whole.engine.calls) >= 4)
+        await until(lambda: len(turns(whole.engine)) >= 2)
         async with whole.client() as client:
             await client.cancel("t1")
         ended = await wait(whole)

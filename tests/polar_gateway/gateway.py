@@ -17,7 +17,7 @@ from starlette.routing import Route
 from polar_gateway import app
 from polar_gateway.config import InferenceConfig, ModelCallConfig, NodeConfig
 from polar_gateway.protocol import SessionResult
-from polar_gateway.testing.engine import ScriptedEngine
+from polar_gateway.testing.engine import Call, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script
 from polar_gateway.testing.serve import serve
 
@@ -42,6 +42,11 @@ def script(*steps: str) -> Script:
 THREE_TURNS = script(
     "I look." + call("ls"), "I write." + call("echo hello > hello.txt"), "All done."
 )
+
+
+def turns(engine: ScriptedEngine) -> list[Call]:
+    """The calls of sessions, without those of the start-up probe."""
+    return [call for call in engine.calls if "-msg_" in call.request_id]
 
 
 class Gateway:

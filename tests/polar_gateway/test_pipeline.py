@@ -17,6 +17,7 @@ from tests.polar_gateway.gateway import (
     call,
     gateway,
     script,
+    turns,
 )
 
 AGENT = f"{sys.executable} {MINI_AGENT}"
@@ -30,11 +31,10 @@ def codes(result: SessionResult) -> set[str]:
 async def test_a_three_turn_run_is_one_trace_of_exactly_the_sampled_tokens(tmp_path: Path) -> None:
     async with gateway(tmp_path) as node:
         result = await node.run()
-        calls = list(node.engine.calls)
+        calls = turns(node.engine)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.trajectory is not None
     (trace,) = result.trajectory.traces
-    calls = [c for c in calls if len(c.request["messages"]) > 1]
     assert trace.prompt_ids == calls[0].prompt_token_ids
     sampled = [token for c in calls for token in c.token_ids]
     trained = [t for t, mask in zip(trace.response_ids, trace.loss_mask, strict=True) if mask]
@@ -133,7 +133,7 @@ async def test_a_prepare_action_that_fails_ends_the_session_before_the_agent(
     }
     async with gateway(tmp_path) as node:
         result = await node.run(runtime=failing)
-        assert not [c for c in node.engine.calls if len(c.request["messages"]) > 1]
+        assert turns(node.engine) == []
     assert result.failure is not None
     assert result.failure.boundary == "prepare"
     assert "prepare[0]" in result.failure.message
@@ -384,10 +384,7 @@ async def gone(node: Gateway, session_id: str) -> bool:
 
 
 async def calls_of(node: Gateway, count: int) -> bool:
-    return (
-        len([c for c in node.engine.calls if len(c.request["messages"]) > 1 and c.finished])
-        >= count
-    )
+    return len([call for call in turns(node.engine) if call.finished]) >= count
 
 
 def fill(journal: Path) -> None:
