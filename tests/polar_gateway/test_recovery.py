@@ -66,6 +66,8 @@ async def test_a_killed_gateway_reports_what_its_journal_holds(tmp_path: Path) -
     assert result.completion_count == 2
     assert result.trajectory is not None
     assert any(any(trace.loss_mask) for trace in result.trajectory.traces)
+    assert result.verdict is not None
+    assert (result.verdict.reward, result.verdict.tokens) == ("infra", "prefix")
 
 
 def test_an_attempt_is_unfinished_until_it_is_marked(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from builders.findings import DISQUALIFYING, REGISTRY
 from builders.records import Completion, CompletionSession, Trajectory, VersionSpan
 from polar_gateway.errors import Failure
 from polar_gateway.protocol import Finding, Verdict
+from polar_gateway.sampling import sent_sampling
 from polar_gateway.verdicts import masked, nothing_trainable, verdict
+from tests.recordings import load, routed
 
 START, END = 1, 2
 TOOLS = [{"type": "function", "function": {"name": "bash"}}]
@@ -111,7 +113,19 @@ def marked(turns: int, text: str, **parts: Any) -> list[Completion]:
     return last_changed(chat(turns, tools=TOOLS), response_message=answer(text, **parts))
 
 
+def stored_as_a_difference(*, shared: int) -> list[Completion]:
+    first = call(0, [START, 10], [20, END])
+    tail = array("i", [10][: 2 - shared])
+    return [first, call(1, [], [9], parent=first, shared=shared, tail=tail)]
+
+
 CASES: list[Case] = [
+    (
+        "duplicated",
+        {"completions": stored_as_a_difference(shared=2)},
+        {"completions": stored_as_a_difference(shared=3)},
+        {"tokens": 1},
+    ),
     (
         "tail_lost",
         {"completions": last_changed(chat(2), delivered=False, findings=["call_cut_by_seal"])},
@@ -303,6 +317,26 @@ def test_a_session_has_the_findings_that_it_earns(
     assert earned.level == REGISTRY[code].level
     assert earned.message
     assert found(code, judge(**not_quite)[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("harness", "flagged"),
+    [("gemini_cli", True), ("claude_code", False), ("codex", False), ("opencode", False)],
+)
+def test_raw_log_probabilities_are_those_of_what_clis_sample_but_not_of_gemini(
+    harness: str, flagged: bool
+) -> None:
+    sampling = [
+        sent_sampling(found.dialect.normalise({**one.request["body"], **found.fields}))
+        for one in load(harness, "rec_basic")
+        if (found := routed(one)) and one.label.startswith("main")
+    ]
+    asked = [
+        call(number, [number], [9], sampling=given, logprob_kind="raw")
+        for number, given in enumerate(sampling)
+    ]
+    counts = {one.code: one.count for one in judge(asked)[0].findings}
+    assert counts.get("logprob_not_behaviour", 0) == (len(asked) if flagged else 0)
 
 
 @pytest.mark.parametrize(
