@@ -237,7 +237,7 @@ class ScriptedEngine(ScriptedServer):
     async def _render(self, request: Request) -> dict[str, Any]:
         self._check_scale_out()
         asked = checked(decoded(await request.body()), self.model, self.max_model_len)
-        ids = self._rendered(asked.messages, asked.tools, asked.template_arguments)
+        ids = self._prompt_ids(asked)
         limit = self.room(ids, asked.max_tokens)
         thinking = thinking_open(self.tokenizer.decode(ids))
         return {
