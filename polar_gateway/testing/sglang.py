@@ -42,7 +42,6 @@ class ScriptedSglang(ScriptedServer):
         routed_experts: bool = False,
         original_logprobs: bool = False,
         parsers: bool = True,
-        disaggregation: str = "null",
         **options: Any,
     ) -> None:
         super().__init__(script, processed_logprobs=not original_logprobs, **options)
@@ -54,7 +53,6 @@ class ScriptedSglang(ScriptedServer):
         self.version_spans = version_spans
         self.routed_experts = routed_experts
         self.parsers = parsers
-        self.disaggregation = disaggregation
         self.app = Starlette(
             routes=[
                 Route(
@@ -103,6 +101,9 @@ class ScriptedSglang(ScriptedServer):
             temperature=request.temperature,
             seed=request.seed,
             stop=request.stop,
+            only=[
+                int(i) for i, bias in (call.request.get("logit_bias") or {}).items() if bias > 50
+            ],
             single_call=request.parse_tools and not request.parallel_tool_calls,
         )
         if fault.error_after is not None and not request.stream:
@@ -112,7 +113,9 @@ class ScriptedSglang(ScriptedServer):
             self.answer(call, wanted, fault),
             request,
             shown,
-            thinking=self.parsers and thinking_open(call.prompt),
+            parser=TurnParser(thinking=thinking_open(call.prompt), tools=request.parse_tools)
+            if self.parsers
+            else None,
             spans=self.version_spans,
         )
 
@@ -170,7 +173,7 @@ class ScriptedSglang(ScriptedServer):
             "reasoning_parser": REASONING_PARSER if self.parsers else None,
             "tool_call_parser": TOOL_PARSER if self.parsers else None,
             "context_length": None,
-            "disaggregation_mode": self.disaggregation,
+            "disaggregation_mode": "null",
             "enable_return_routed_experts": self.routed_experts,
             "version": VERSION,
         }

@@ -34,9 +34,10 @@ class ChatAnswer:
         request: ChatRequest,
         shown: Shown,
         *,
-        thinking: bool,
+        parser: TurnParser | None,
         spans: bool,
     ) -> None:
+        """Without a `parser` all that is sampled is text."""
         self.answer = answer
         self.streamed = request.stream
         self._server = server
@@ -44,7 +45,8 @@ class ChatAnswer:
         self._request = request
         self._shown = shown
         self._spans = spans
-        self._parser = TurnParser(thinking=thinking, tools=request.parse_tools)
+        self._parser = parser
+        self._text = ""
 
     async def document(self) -> dict[str, Any]:
         tokens = [token async for token in self.answer.tokens()]
@@ -108,6 +110,9 @@ class ChatAnswer:
         yield b"[DONE]"
 
     def _parse(self, token: Token) -> dict[str, Any]:
+        self._text += token.text
+        if self._parser is None:
+            return {"content": token.text} if token.text else {}
         spelled = self._server.tokenizer.bytes_of[token.token_id]
         delta = self._parser.feed(spelled, token.text)
         if "reasoning" in delta:
@@ -116,7 +121,9 @@ class ChatAnswer:
 
     def _conclude(self) -> dict[str, Any]:
         """Record how it ended; the message as SGLang has it."""
-        parsed = self._parser.message()
+        parsed: dict[str, Any] = {"content": self._text, "reasoning": None}
+        if self._parser is not None:
+            parsed = self._parser.message()
         calls = parsed.get("tool_calls")
         reason = self.answer.finish_reason
         self._call.finish_reason = "tool_calls" if calls and reason == "stop" else reason
@@ -182,7 +189,7 @@ class ChatAnswer:
             "total_tokens": prompt + sampled,
             "completion_tokens": sampled,
             "prompt_tokens_details": None,
-            "reasoning_tokens": self._parser.reasoning_tokens,
+            "reasoning_tokens": self._parser.reasoning_tokens if self._parser else 0,
         }
 
     def _piece(
