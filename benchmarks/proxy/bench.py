@@ -30,6 +30,7 @@ class Case(NamedTuple):
     dialect: str
     size: Size
     mode: str
+    """plain, stream; or tokens: plain, where the engine is sent recorded ids from the second turn on"""
     sessions: int
     """As many as make the CPU time large against its resolution and the run short."""
     at_once: int = 8
@@ -39,16 +40,29 @@ class Case(NamedTuple):
         return f"proxy/{self.dialect}/{self.size.name}/{self.mode}"
 
     @property
+    def request(self) -> str:
+        """The key of its requests in a turn."""
+        return f"{self.dialect}/{'stream' if self.mode == 'stream' else 'plain'}"
+
+    @property
     def calls(self) -> int:
         return self.sessions * TURNS[self.size.name]
 
 
-SESSIONS = {"small/plain": 160, "small/stream": 8, "large/plain": 80, "large/stream": 8}
+SESSIONS = {
+    "small/plain": 160,
+    "small/stream": 8,
+    "small/tokens": 80,
+    "large/plain": 80,
+    "large/stream": 8,
+    "large/tokens": 40,
+}
+TOKENS_BOUND = 12.0
 CASES = [
     Case(dialect, size, mode, SESSIONS[f"{size.name}/{mode}"])
     for dialect in PATHS
     for size in SIZES
-    for mode in ("plain", "stream")
+    for mode in ("plain", "stream", "tokens")
 ]
 CROWD_CASE = Case("chat", SMALL, "plain", 350, at_once=350)
 
@@ -62,8 +76,15 @@ class Measured(NamedTuple):
 def run(wanted: Callable[[str], bool]) -> Iterator[Line]:
     """A case gives a line of its CPU time, and a streamed one another of its first event."""
     pin(OTHER_CORE)
-    if cases := [case for case in CASES if wanted(case.name)]:
-        with servers(TURNS, sum(case.sessions + 1 for case in cases)) as running:
+    for way in ("messages", "tokens"):
+        cases = [
+            case
+            for case in CASES
+            if wanted(case.name) and (case.mode == "tokens") == (way == "tokens")
+        ]
+        if not cases:
+            continue
+        with servers(TURNS, sum(case.sessions + 1 for case in cases), gateway=[way]) as running:
             first = 0
             for case in cases:
                 yield from _compared(case, first, running)
@@ -85,6 +106,7 @@ def _compared(case: Case, first: int, running: Servers) -> Iterator[Line]:
         value=round(ours.cpu_seconds * 1000, 3),
         unit="ms",
         ratio=round(ours.cpu_seconds / floor.cpu_seconds, 2),
+        bound=TOKENS_BOUND if case.mode == "tokens" else None,
     )
     if case.mode == "stream":
         ms = [
@@ -160,7 +182,7 @@ async def _session(
     heard: list[Heard],
 ) -> None:
     for turn in turns(case.size, TURNS[case.size.name])[:count]:
-        body = turn.requests[f"{case.dialect}/{case.mode}"]
+        body = turn.requests[case.request]
         heard.append(await call(client, url + PATHS[case.dialect], number, body))
 
 
@@ -186,3 +208,5 @@ def _check(case: Case, numbers: range, folder: Path, engine_calls: int) -> None:
             raise BrokenBenchError(
                 f"{case.name}: {completion.completion_id} does not extend its session"
             )
+        if parent is not None and (completion.mode == "tokens") != (case.mode == "tokens"):
+            raise BrokenBenchError(f"{case.name}: the engine was asked with {completion.mode}")

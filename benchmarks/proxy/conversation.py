@@ -91,9 +91,11 @@ def mark(conversation: str, number: int) -> str:
     return f"turn-{conversation}-{number:03d}"
 
 
-def marked(body: bytes) -> tuple[str, int]:
-    """Conversation and turn of a request, whatever dialect it is in."""
+def marked(body: bytes) -> tuple[str, int] | None:
+    """Conversation and turn of a request, whatever dialect it is in; None of one that is no turn."""
     at = body.rfind(b"turn-") + 5
+    if at < 5:
+        return None
     conversation, rest = body[at : at + 20].split(b"-", 1)
     return conversation.decode(), int(rest[:3])
 

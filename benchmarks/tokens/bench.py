@@ -20,14 +20,15 @@ from benchmarks.proxy.process import OTHER_CORE, Server, pin
 from benchmarks.proxy.servers import PATHS, Servers, call, servers
 from benchmarks.report import BrokenBenchError, Line, progress
 from benchmarks.tokens import session45
-from builders import StrategySpec
+from builders.base import StrategySpec
+from builders.records import Mode
 from harness_adapters.base import AgentSpec
 from polar_gateway import recovery, stages
 from polar_gateway.capture.session import read_session
 from polar_gateway.garbage import collect_rarely
 from polar_gateway.protocol import SessionDispatchRequest
 
-MODES = ("messages", "tokens")
+MODES: tuple[Mode, ...] = ("messages", "tokens")
 AT_ONCE = 8
 WARM_SESSIONS = 3
 """Whole ones, before anything is read: what a process has once and for all is there then."""
@@ -49,7 +50,7 @@ def run(wanted: Callable[[str], bool]) -> Iterator[Line]:
         yield _recovered()
 
 
-def _mode(mode: str, wanted: Callable[[str], bool]) -> Iterator[Line]:
+def _mode(mode: Mode, wanted: Callable[[str], bool]) -> Iterator[Line]:
     """The lines of one way to ask the engine."""
     suffix = "" if mode == "messages" else f"/{mode}"
 
@@ -64,7 +65,7 @@ def _mode(mode: str, wanted: Callable[[str], bool]) -> Iterator[Line]:
     turns = {session45.NAME: session45.TURNS}
     with servers(turns, count, floor=["decode"], gateway=[mode]) as running:
         ours = _driven_warm(running.gateway, max(live, timed))
-        _check(running, range(count))
+        _check(running, range(count), mode)
         first = journal(running.folder, 0)
         figures = [
             Line(bench="journal45", value=first.stat().st_size / 1e6, unit="MB", bound=1.0),
@@ -209,13 +210,15 @@ async def _drive(server: Server, numbers: range, turns: int) -> list[float]:
     return spent
 
 
-def _check(running: Servers, numbers: range) -> None:
+def _check(running: Servers, numbers: range, mode: Mode) -> None:
     """The figures count only if every call was made once and is in the journals as it was said."""
     calls = running.engine_calls()
     if calls != len(numbers) * session45.TURNS:
         raise BrokenBenchError(f"{len(numbers)} sessions made {calls} calls to the engine")
     for number in numbers:
         completions = read_session(journal(running.folder, number)).completions
+        if any(completion.mode != mode for completion in completions[1:]):
+            raise BrokenBenchError(f"session {number} was not asked with {mode}")
         last = completions[-1]
         context = last.prompt_length + len(last.sampled_ids)
         if len(completions) != session45.TURNS or abs(context - session45.TOKENS) > 100:
