@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from builders.records import Ids, VersionSpan
+from builders.records import VersionSpan
 from polar_gateway.engines.answers import Counts, Message, Piece
 from polar_gateway.engines.base import Tensor
 from polar_gateway.engines.http_client import as_logprob, decoded
@@ -103,8 +103,8 @@ def _tensors(choice: _Choice) -> list[Tensor]:
         tensors.append(Tensor("routed_experts", data))
     if choice.sampling_mask is not None:
         # Sets of different sizes: all of them in a row, and where each one ends.
-        ids: Ids = array("i", chain.from_iterable(choice.sampling_mask))
-        ends: Ids = array("i", accumulate(map(len, choice.sampling_mask)))
-        tensors.append(Tensor("sampling_mask", int32_file(ids)))
-        tensors.append(Tensor("sampling_mask_ends", int32_file(ends)))
+        ids = array("i", chain.from_iterable(choice.sampling_mask))
+        ends = array("i", accumulate(map(len, choice.sampling_mask)))
+        for name, values in (("sampling_mask", ids), ("sampling_mask_ends", ends)):
+            tensors.append(Tensor(name, int32_file(values)))
     return tensors

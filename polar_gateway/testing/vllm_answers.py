@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from polar_gateway.engines.npy import array_file
 from polar_gateway.testing.calls import Fault
 from polar_gateway.testing.chat_request import ApiError, ChatRequest
 from polar_gateway.testing.generate_request import GenerateRequest
@@ -13,7 +14,6 @@ from polar_gateway.testing.generation import Token
 from polar_gateway.testing.parsing import TurnParser
 from polar_gateway.testing.policy import Sample
 from polar_gateway.testing.server import Answer, ScriptedServer
-from polar_gateway.testing.tensors import array_file
 
 _NOTHING_YET = {"logprobs": None, "finish_reason": None}
 EXPERTS = 8

@@ -79,3 +79,46 @@ async def respond(
             continue
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+class Instead:
+    """Another server, but for some of its paths, which are answered with what `changes` has.
+
+    A change is a status with a body, or makes the answer out of the request and the one that the
+    other server gave.
+    """
+
+    def __init__(self, app: Any, changes: dict[str, Any]) -> None:
+        self._app = app
+        self._changes = changes
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        change = self._changes.get(scope.get("path", ""))
+        if change is None:
+            await self._app(scope, receive, send)
+        elif isinstance(change, tuple):
+            await Answers(change)(scope, receive, send)
+        else:
+            await self._changed(change, scope, receive, send)
+
+    async def _changed(
+        self, change: Any, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
+        asked, given = b"", b""
+
+        async def listen() -> MutableMapping[str, Any]:
+            nonlocal asked
+            message = await receive()
+            asked += message.get("body", b"")
+            return message
+
+        async def keep(message: MutableMapping[str, Any]) -> None:
+            nonlocal given
+            given += message.get("body", b"")
+
+        await self._app(scope, listen, keep)
+        request = json.loads(asked)
+        if request.get("stream"):
+            await respond(send, 200, given, kind=b"text/event-stream")
+        else:
+            await respond(send, 200, json.dumps(change(request, json.loads(given))).encode())

@@ -1,0 +1,51 @@
+import json
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_gateway.engines.base import EngineError
+from polar_gateway.engines.rendering import JsonRendering
+
+Numbers = st.lists(st.integers(0, 120), max_size=6)
+
+
+def rendering(ids: list[int]) -> JsonRendering:
+    return JsonRendering(json.dumps(ids, separators=(",", ":")).encode())
+
+
+class Known:
+    """A rendering that is known otherwise than by its text."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = array("i", ids)
+
+    def after(self, earlier: object, *, less: int = 0) -> None:
+        raise NotImplementedError
+
+
+@given(Numbers, Numbers, st.integers(0, 7), st.booleans())
+def test_what_follows_is_what_the_ids_say(
+    earlier: list[int], more: list[int], less: int, known: bool
+) -> None:
+    kept = earlier[: max(0, len(earlier) - less)]
+    before = Known(earlier) if known else rendering(earlier)
+    for whole in (kept + more, earlier + more, more):
+        begins = whole[: len(kept)] == kept
+        expected = array("i", whole[len(kept) :]) if begins else None
+        assert rendering(whole).after(before, less=less) == expected
+
+
+def test_a_number_that_goes_on_is_another() -> None:
+    assert rendering([1, 23]).after(rendering([1, 2])) is None
+    assert rendering([1, 2, 3]).after(rendering([1, 2])) == array("i", [3])
+
+
+def test_only_what_follows_is_read() -> None:
+    text = JsonRendering(b"[1,x,3]")
+    assert text.after(JsonRendering(b"[1,x]")) == array("i", [3])
+    with pytest.raises(EngineError, match="cannot be read"):
+        text.after(JsonRendering(b"[1]"))
+    with pytest.raises(EngineError, match="cannot be read"):
+        _ = text.ids
