@@ -6,7 +6,6 @@ the ids in an extension behind everything else.
 
 import base64
 import binascii
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from builders.records import VersionSpan
 from polar_gateway.engines.answers import CompletionDetails, Counts, Message, Piece, PromptDetails
 from polar_gateway.engines.base import Tensor
 from polar_gateway.engines.http_client import as_logprob, decoded
-from polar_gateway.engines.npy import int32_file
+from polar_gateway.engines.npy import array_file
 from polar_gateway.engines.refusals import broke_off, error_of, unreadable
 
 UNNAMED_WEIGHTS = "default"
@@ -163,7 +162,7 @@ def _tensors(routed_experts: str | None) -> list[Tensor]:
     if routed_experts is None:
         return []
     try:
-        values = array("i", base64.b64decode(routed_experts, validate=True))
-    except (binascii.Error, ValueError) as error:
+        data = base64.b64decode(routed_experts, validate=True)
+    except binascii.Error as error:
         raise broke_off(f"routed_experts of the answer cannot be read: {error}") from error
-    return [Tensor("routed_experts", int32_file(values))]
+    return [Tensor("routed_experts", array_file("<i4", (len(data) // 4,), data))]
