@@ -68,8 +68,8 @@ REGISTRY: dict[str, Code] = {
     "token_in_ignored": Code(
         "warning",
         "completion",
-        "The engine was sent the prompt as ids and says that it read others; what it read is what "
-        "is recorded, and the branch goes on with messages.",
+        "The engine was sent the prompt as ids and said that it had read others; it was asked again "
+        "with messages, with which the branch goes on.",
         "Look for images in the messages or a KV connector of the engine; set prompts: messages "
         "where it happens often.",
     ),

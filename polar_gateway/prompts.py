@@ -92,14 +92,16 @@ class Prompter:
         record.composed(asked.mode, notes=asked.notes, findings=asked.findings)
         return asked.request
 
-    def check(self, request: ModelRequest, prompt_ids: Ids | None, record: OpenCall) -> None:
-        """Compare the ids that the engine says it has read, if any, with those that it was sent;
-        where they differ, this branch of the session goes on with messages."""
-        if request.prompt_ids is None or not prompt_ids or prompt_ids == request.prompt_ids:
-            return
-        if record.completion_id not in self._distrusted:
-            self._distrusted.add(record.completion_id)
-            record.composed("messages", findings=[TOKEN_IN_IGNORED])
+    def instead(
+        self, request: ModelRequest, read: Ids | None, record: OpenCall
+    ) -> ModelRequest | None:
+        """What the engine is to be asked instead, where it says that it has read other ids than it
+        was sent: the same with messages, with which this branch of the session goes on."""
+        if request.prompt_ids is None or not read or read == request.prompt_ids:
+            return None
+        self._distrusted.add(record.completion_id)
+        record.composed("messages", findings=[TOKEN_IN_IGNORED])
+        return msgspec.structs.replace(request, prompt_ids=None)
 
     async def _composition(
         self, request: ModelRequest, record: OpenCall, engine: Engine, probe: EngineProbe

@@ -211,11 +211,15 @@ class Sampler:
                     try:
                         return await self._leg(backend)
                     except EngineError as error:
-                        if error.partial is None or not error.partial.sampled_ids:
+                        partial = error.partial
+                        if partial is None:
                             raise
-                        self._go_on_with(error.partial)
-                        if not backend.probe.resumes:
-                            raise
+                        if partial.sampled_ids:
+                            self._go_on_with(partial)
+                            if not backend.probe.resumes:
+                                raise
+                        elif backend.open:
+                            await patience.wait(error)
             except EngineError as error:
                 if self._streaming or error.partial is not None:
                     raise
@@ -231,6 +235,9 @@ class Sampler:
             reply = await engine.resume(request, request_id, self._partial)
         elif request.stream:
             stream = await engine.stream(request, request_id, after)
+            if self._misread(stream.prompt_ids):
+                await stream.aclose()
+                return await self._leg(backend)
             self._streaming = True
             try:
                 reply = await self._streamed(stream, self._leg_now)
@@ -238,6 +245,8 @@ class Sampler:
                 await stream.aclose()
         else:
             reply = await engine.complete(request, request_id, after)
+            if self._misread(reply.prompt_ids):
+                return await self._leg(backend)
         return self._stamped(reply)
 
     async def _prompted(self, backend: Backend) -> ModelRequest:
@@ -248,6 +257,14 @@ class Sampler:
             )
             self._composed = True
         return self._request
+
+    def _misread(self, read: Ids | None) -> bool:
+        """Whether the answer is one to another prompt than was sent. Nobody has heard of it yet, and
+        nobody will."""
+        instead = self._session.prompter.instead(self._request, read, self._record)
+        if instead is not None:
+            self._request = instead
+        return instead is not None
 
     async def _streamed(self, stream: EngineStream, leg: "OpenLeg") -> EngineReply:
         """Hand a generation on as it comes, each part when its record allows it."""
@@ -272,7 +289,6 @@ class Sampler:
         legs = self._legs if self._leg_now is None else [*self._legs, self._leg_now.ended(reply)]
         versions = versions_of(legs, self._session.policy_version)
         self._record.policy_version = versions.first
-        self._session.prompter.check(self._request, reply.prompt_ids, self._record)
         return msgspec.structs.replace(reply, versions=versions.spans)
 
     def _go_on_with(self, partial: EngineReply) -> None:

@@ -123,10 +123,13 @@ class Talk:
         read: Callable[[Ids], Ids] = lambda ids: ids,
     ) -> "Said":
         """A whole call; `raw` is what the model writes, `blocks` what is parsed of it (just text if
-        there are none), `end` the ids that follow, `read` what the engine makes of the prompt."""
+        there are none), `end` the ids that follow, `read` what the engine reads of ids."""
         record, sent = await self.ask(messages)
+        if sent.prompt_ids is not None:
+            sent = self.prompter.instead(sent, read(sent.prompt_ids), record) or sent
         prompt = sent.prompt_ids
-        prompt = array("i", self.engine.ids(sent)) if prompt is None else read(prompt)
+        if prompt is None:
+            prompt = array("i", self.engine.ids(sent))
         sampled = self.spelled(raw) + array(
             "i", [self.tokenizer.end_of_turn] if end is None else end
         )
@@ -138,7 +141,6 @@ class Talk:
             finish_reason=finish,
             usage=Usage(),
         )
-        self.prompter.check(sent, prompt, record)
         self.last = record.close(reply, {})
         return Said(messages, self.last.response_message, prompt + sampled)
 
@@ -566,7 +568,9 @@ async def test_an_answer_without_ids_is_not_gone_on_from(talk: Talk) -> None:
     assert sent.prompt_ids is None
 
 
-async def test_a_prompt_that_was_not_read_as_sent_moves_its_branch_to_messages(talk: Talk) -> None:
+async def test_a_prompt_that_was_not_read_as_sent_is_asked_again_and_its_branch_with_messages(
+    talk: Talk,
+) -> None:
     fork = await talk.say([ASK], "One.")
     said = await talk.say(fork.then(MORE), "Two.", read=lambda ids: ids[:-3])
     assert (talk.last.mode, talk.last.findings) == ("messages", ["token_in_ignored"])

@@ -178,7 +178,9 @@ class CapturedWorld:
         request = anyio.run(self._prompter.compose, request, record, engine, self._probe)
         if request.prompt_ids is not None and self.random.random() >= self.deaf:
             return Asked(record, request, request.prompt_ids.tolist())
-        return Asked(record, request, self._engine.read(request))
+        read = self._engine.read(request)
+        request = self._prompter.instead(request, array("i", read), record) or request
+        return Asked(record, request, read)
 
     def answer(
         self,
@@ -216,7 +218,6 @@ class CapturedWorld:
             record.follow(WholeAsStream(reply), {"temperature": 1.0})
             if self.random.random() < 0.5:
                 record.append()
-        self._prompter.check(asked.request, reply.prompt_ids, record)
         heard = len(sampled)
         if told < 1.0 or breaks:
             heard = told_tokens(sampled, told)
