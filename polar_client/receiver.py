@@ -46,6 +46,8 @@ class CallbackReceiver:
 
     async def __aenter__(self) -> "CallbackReceiver":
         listener = socket.create_server((self._host, self._port))
+        # Passed on to its connections; asyncio does so only if their socket says it is TCP.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{self._host}:{listener.getsockname()[1]}{ROUTE}"
         server = _Server(
             uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)

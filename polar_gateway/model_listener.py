@@ -154,6 +154,9 @@ class ModelListener:
         self._config.load()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.create_server((self._host, self.port), family=family, backlog=BACKLOG)
+        # Passed on to its connections, for which asyncio does so only if their socket says it is
+        # TCP; else a second part of an answer waits until the client has acknowledged the first.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listening.getsockname()[1]
         await self._serve(listening)
         return self

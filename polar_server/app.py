@@ -143,6 +143,8 @@ async def serve(
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.create_server((config.host, config.port), family=family) as listener:
+        # Passed on to its connections; asyncio does so only if their socket says it is TCP.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = msgspec.structs.replace(config, port=listener.getsockname()[1])
         app = create_app(config)
         server = _Server(

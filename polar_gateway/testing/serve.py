@@ -45,6 +45,9 @@ class Service:
         """Answer; returns once it does."""
         host, port = self._address
         listener = socket.create_server((host, port), backlog=1024)
+        # Passed on to its connections, for which asyncio does so only if their socket says it is
+        # TCP; else an answer in two parts waits for the client to acknowledge the first.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._address = (host, listener.getsockname()[1])
         config = uvicorn.Config(
             self._app,
