@@ -261,7 +261,7 @@ def plain(completion: Any) -> dict[str, Any]:
 
 
 @given(
-    way=ways(forgets_thinking=False, spells_ends=False, repeats_itself=False),
+    way=ways(forgets_thinking=False, spells_ends=False, repeats_itself=False, renders="full"),
     actions=st.lists(st.sampled_from(["turn", "cut", "ended_otherwise", "retry"]), min_size=1),
 )
 @settings(deadline=None, max_examples=50)
