@@ -109,7 +109,12 @@ class Joints(NamedTuple):
 def joints(
     session: CompletionSession, parts: Split, options: Options, ends: Sequence[int]
 ) -> Joints:
-    """How each eligible completion joins the one that it continues; `ends` are configured ids."""
+    """How each eligible completion joins the one that it continues; `ends` are configured ids.
+
+    Raises ValueError where two completions have the same id.
+    """
+    if len(parts.tokens) != len(parts.eligible):
+        raise ValueError(f"session {session.session_id} holds two completions of the same id")
     known = end_of_turn(list(ends), session.end_of_turn_ids, parts.eligible)
     markup = end_markup(session, known.ids)
     found: dict[str, Joint] = {}

@@ -1,3 +1,5 @@
+import pytest
+
 from builders.chains import Beginning, Chain, cut_behind, first, joints, main_last, previous
 from builders.eligible import Options, split
 from builders.records import Completion
@@ -110,3 +112,11 @@ def test_what_was_cut_off_is_told_of_the_chain_behind_which_it_stood() -> None:
     assert cut_behind(session, parts, chains) == {
         0: sum(len(completion.sampled_ids) for completion in (one, two, last)) - 1
     }
+
+
+def test_two_completions_of_one_id_cannot_be_told_apart() -> None:
+    world = World()
+    one, two, _ = three(world)
+    two.completion_id = one.completion_id
+    with pytest.raises(ValueError, match="session-1 holds two completions of the same id"):
+        begun(world, Options())

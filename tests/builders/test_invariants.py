@@ -27,8 +27,16 @@ worlds = st.builds(
 )
 sessions = st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=14)
 strategies = st.sampled_from(sorted(builders.BUILDERS))
+KINDS = [["turn", "compaction"], ["turn"], ["turn", "compaction", "title"]]
 options = st.fixed_dictionaries(
-    {"split_on_drift": st.booleans(), "max_tokens": st.none() | st.integers(30, 400)}
+    {
+        "kinds": st.sampled_from(KINDS),
+        "max_tokens": st.none() | st.integers(30, 400),
+        "strict": st.lists(
+            st.sampled_from(["budget_cut", "undelivered", "ambiguous_attachment"]), max_size=2
+        ),
+        "split_on_drift": st.booleans(),
+    }
 )
 
 
@@ -66,7 +74,7 @@ def test_all_builders_train_on_exactly_what_was_sampled_and_received(
         pair
         for sample in world.samples
         for pair in list(zip(sample.sampled, sample.logprobs, strict=True))[
-            : world.trainable(sample, config["max_tokens"])
+            : world.trainable(sample, **config)
         ]
     )
     sampled = sum(len(sample.sampled) for sample in world.samples)

@@ -9,6 +9,7 @@ when the model samples it, so a rendering seldom has the ids of what was said.
 import json
 import random
 from array import array
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from builders.records import Completion, CompletionSession, Ids, Mode, VersionSpan
@@ -89,9 +90,9 @@ class Sample(NamedTuple):
     prompt: list[int]
     sampled: list[int]
     logprobs: list[float]
-    sound: bool
-    """Whether its tokens may be trained on, as far as they were received."""
-    delivered: bool
+    kind: str
+    findings: frozenset[str]
+    """What is to be known of it; undelivered, budget_cut and ambiguous_attachment, too."""
 
 
 class Mark(NamedTuple):
@@ -155,11 +156,24 @@ class World:
             metadata=metadata,
         )
 
-    def trainable(self, sample: Sample, max_tokens: int | None = None) -> int:
-        """How many of the sample's tokens, from the first on, shall be trained on."""
-        if not sample.sound:
+    def trainable(
+        self,
+        sample: Sample,
+        *,
+        kinds: Collection[str] = ("turn", "compaction"),
+        strict: Collection[str] = (),
+        max_tokens: int | None = None,
+        split_on_drift: bool = False,
+    ) -> int:
+        """How many of the sample's tokens, from the first on, shall be trained on by a builder with
+        these options."""
+        if sample.kind not in kinds or "logprobs_missing" in sample.findings:
             return 0
-        received = len(sample.sampled) if sample.delivered else self.heard.get(sample[0], 0)
+        if not sample.findings.isdisjoint(strict):
+            return 0
+        received = len(sample.sampled)
+        if "undelivered" in sample.findings:
+            received = self.heard.get(sample.completion_id, 0)
         room = received if max_tokens is None else max(0, max_tokens - len(sample.prompt))
         return min(received, room)
 
@@ -221,9 +235,14 @@ class World:
                 heard = completion.continued_tokens
             name = before.completion_id
             self.heard[name] = max(self.heard.get(name, 0), heard)
-        sound = not findings and kind in ("turn", "compaction")
+        told = {
+            "undelivered": not delivered,
+            "budget_cut": truncated,
+            "ambiguous_attachment": completion.ambiguous,
+        }
+        known = frozenset([*findings, *(code for code, so in told.items() if so)])
         self.samples.append(
-            Sample(completion.completion_id, prompt, sampled, logprobs.tolist(), sound, delivered)
+            Sample(completion.completion_id, prompt, sampled, logprobs.tolist(), kind, known)
         )
         return completion
 
