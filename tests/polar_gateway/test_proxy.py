@@ -72,8 +72,15 @@ class Asked:
 class Bench:
     """A proxy on a real port before a scripted engine, with one session."""
 
-    def __init__(self, engine: ScriptedEngine, session: Session, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        session: Session,
+        sessions: Sessions,
+        backends: Backends,
+    ) -> None:
         self.engine = engine
+        self.backends = backends
         self.session = session
         self.sessions = sessions
         self.url = ""
@@ -125,9 +132,15 @@ async def bench(
     faults: list[Fault] | None = None,
     max_model_len: int | None = None,
     engine: Engine | None = None,
+    probed: bool = False,
+    served: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
-    async with ScriptedEngine(script, token_delay=token_delay, faults=faults or []) as scripted:
+    """`probed` lets the gateway know all that the engine can do; `served` are the engine's own
+    options, all others the configuration's."""
+    async with ScriptedEngine(
+        script, token_delay=token_delay, faults=faults or [], **served or {}
+    ) as scripted:
         vllm = Vllm(scripted.url, model="tiny")
         sessions = Sessions()
         capture = SessionCapture(
@@ -149,9 +162,13 @@ async def bench(
         quick = {"retry_grace_seconds": 0.2, "engine_patience_seconds": 1.0}
         config = ModelCallConfig(**{**quick, **options})
         probe = EngineProbe(engine="vllm", model="tiny", max_model_len=max_model_len)
-        backend = Backend("backend-1", scripted.url, engine or vllm, probe)
-        proxy = Proxy(sessions=sessions, backends=Backends([backend]), config=config)
-        parts = Bench(scripted, session, sessions)
+        if probed:
+            probe = await vllm.probe()
+            scripted.calls.clear()
+            scripted.total_calls = 0
+        backends = Backends([Backend("backend-1", scripted.url, engine or vllm, probe)])
+        proxy = Proxy(sessions=sessions, backends=backends, config=config)
+        parts = Bench(scripted, session, sessions, backends)
         parts.proxy = proxy
         async with ModelListener(proxy, "127.0.0.1", 0) as listener:
             parts.url = f"http://127.0.0.1:{listener.port}"

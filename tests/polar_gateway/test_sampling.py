@@ -1,0 +1,418 @@
+"""Answers that outlive pauses, aborts, updates and backends."""
+
+import json
+import re
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from builders.records import Completion
+from polar_gateway.backends import Backend, BackendRefusedError, WeightUpdate
+from polar_gateway.capture.session import read_session
+from polar_gateway.dialects.turn import ModelRequest, Text
+from polar_gateway.engines.base import EngineReply
+from polar_gateway.engines.vllm import Vllm
+from polar_gateway.testing.engine import Fault, ScriptedEngine
+from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
+from tests.polar_gateway.test_proxy import (
+    BASH,
+    CALLS,
+    Asked,
+    Bench,
+    all_ended,
+    bench,
+    has_said,
+    loop_turns,
+    said_in,
+    until,
+)
+
+ANSWER = Step(
+    think="I should look at the files that there are before I say anything of them.",
+    say="Let me look at what there is in this folder, and in the one above.",
+    calls=[
+        ScriptedCall(name="bash", arguments={"command": "ls -la . && ls -la .. && pwd"}),
+        ScriptedCall(name="bash", arguments={"command": "cat notes.txt"}),
+    ],
+)
+SCRIPT = Script(rules=[Rule(match="hi", tokens="canonical", steps=[ANSWER])])
+FIRST = WeightUpdate(policy_version="v1", weights_path="/one")
+SECOND = WeightUpdate(policy_version="v2", weights_path="/two")
+
+
+def sampled(b: Bench) -> list[int]:
+    """What the engine said of one answer in all its legs."""
+    return [token for call in b.engine.calls for token in call.token_ids]
+
+
+def spans(completion: Completion) -> list[tuple[str | None, int, int]]:
+    return [(span.version, span.start, span.end) for span in completion.versions]
+
+
+@asynccontextmanager
+async def paused_in_answer(
+    b: Bench, path: str, body: Any, *, at: int, mode: Any = "abort"
+) -> AsyncIterator[Asked]:
+    """An answer that has got as far as its token `at` when all is paused."""
+    b.engine.hold(after=at)
+    async with b.asking(path, body) as asked:
+        await has_said(b, at)
+        await loop_turns()
+        await b.backends.pause(mode, timeout=30)
+        b.engine.release()
+        yield asked
+
+
+# ---- an abort is not noticed ----
+
+
+@pytest.mark.parametrize(
+    ("dialect", "stream", "at"),
+    [
+        *[(dialect, True, at) for dialect in CALLS for at in (2, 12, 30, 48, 75)],
+        *[(dialect, False, 30) for dialect in CALLS],
+    ],
+)
+async def test_an_aborted_answer_is_gone_on_with_and_told_as_one(
+    tmp_path: Path, dialect: str, stream: bool, at: int
+) -> None:
+    path, body = CALLS[dialect]
+    tool = {"name": "bash", "type": "function", "input_schema": {"type": "object"}}
+    tools = {"chat": BASH, "responses": tool, "anthropic": {**tool, "type": "custom"}}
+    body = {"model": "m", "stream": stream, "tools": [tools[dialect]], **body}
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        _, undisturbed = await b.ask(path, body)
+        [whole] = b.engine.calls
+        assert at < len(whole.token_ids)
+        b.engine.calls.clear()
+        await b.backends.update(FIRST)
+        async with paused_in_answer(b, path, body, at=at) as asked:
+            await b.backends.update(SECOND)
+            await b.backends.resume()
+        _, one = b.completions
+        first, second = b.engine.calls
+    assert asked.status == 200
+    assert told(asked.answer, dialect, stream) == told(undisturbed, dialect, stream)
+    assert second.prompt_token_ids == [*first.prompt_token_ids, *first.token_ids]
+    assert list(one.prompt_ids) == first.prompt_token_ids
+    assert list(one.sampled_ids) == [*first.token_ids, *second.token_ids]
+    assert one.logprobs == array("f", [*first.logprobs, *second.logprobs])
+    assert spans(one) == [("v1", 0, at), ("v2", at, len(one.sampled_ids))]
+    assert (one.policy_version, one.backend, one.delivered) == ("v1", "backend-1", True)
+    assert one.findings == []
+    [_, read] = read_session(b.journal).completions
+    assert read.versions == one.versions
+
+
+def told(answer: Any, dialect: str, stream: bool) -> Any:
+    """What a harness makes of an answer: its reasoning, text and calls, and that it has ended."""
+    if dialect == "chat" and stream:
+        said = said_in(answer)
+        for call in said.get("tool_calls", []):
+            call.pop("id", None)
+        return said
+    if stream:
+        events = [json.loads(data) for data in re.findall(r"^data: ({.*)$", answer, re.MULTILINE)]
+        pieces: dict[str, str] = {}
+        for event in events:
+            kind = event["type"]
+            index = str(event.get("index", event.get("output_index")))
+            delta = event.get("delta")
+            if isinstance(delta, str) and kind.endswith(".delta"):
+                pieces[index] = pieces.get(index, "") + delta
+            elif isinstance(delta, dict):
+                text = "".join(str(v) for k, v in delta.items() if k not in ("type", "signature"))
+                pieces[index] = pieces.get(index, "") + text
+        return pieces, events[-1]["type"]
+    answer.pop("usage")
+    moving = r'"(id|call_id|created|created_at|completed_at|signature|encrypted_content)": [^,}]*'
+    return re.sub(moving, "", json.dumps(answer))
+
+
+async def test_an_answer_may_be_aborted_again_and_again(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        await b.backends.update(FIRST)
+        body = b.chat(stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=5) as asked:
+            for number, more in enumerate([4, 1, 20]):
+                await b.backends.update(WeightUpdate(policy_version=f"w{number}"))
+                b.engine.hold(after=more)
+                await b.backends.resume()
+                await has_said(b, more)
+                await b.backends.pause("abort", timeout=30)
+            b.engine.release()
+            await b.backends.resume()
+        [one] = b.completions
+        assert asked.status == 200
+        assert list(one.sampled_ids) == sampled(b)
+        assert spans(one) == [
+            ("v1", 0, 5),
+            ("w0", 5, 9),
+            ("w1", 9, 10),
+            ("w2", 10, len(one.sampled_ids)),
+        ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_aborted_before_its_first_token_is_just_asked_again(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        b.engine.hold()
+        async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
+            await until(lambda: len(b.engine.in_flight) == 1)
+            await loop_turns()
+            await b.backends.pause("abort", timeout=30)
+            await b.backends.update(FIRST)
+            b.engine.release()
+            await b.backends.resume()
+        [one] = b.completions
+        assert asked.status == 200
+        assert (one.policy_version, one.versions) == ("v1", [])
+        assert list(one.sampled_ids) == b.engine.calls[-1].token_ids
+
+
+async def test_a_harness_hears_signs_of_life_for_as_long_as_a_pause_lasts(tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"header_delay_seconds": 0.05, "keep_alive_seconds": 0.05}
+    async with bench(tmp_path, SCRIPT, probed=True, **quick) as b:
+        await b.backends.pause("wait", timeout=1)
+        async with b.post("/v1/chat/completions", b.chat(stream=True)) as response:
+            assert response.status == 200
+            for _ in range(4):
+                assert await response.content.readany()
+            assert b.engine.total_calls == 0
+            await b.backends.resume()
+            assert '"finish_reason":"tool_calls"' in await response.text()
+
+
+async def test_a_pause_uses_up_no_patience(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True, engine_patience_seconds=0.5) as b:
+        b.engine.faults = [Fault(status=500)]
+        await b.backends.pause("wait", timeout=1)
+        async with b.asking("/v1/chat/completions", b.chat()) as asked:
+            await anyio.sleep(0.6)
+            await b.backends.resume()
+        assert (asked.status, b.engine.total_calls) == (200, 2)
+
+
+async def test_the_seal_ends_what_waits_for_a_resume_and_keeps_its_tokens(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        await b.backends.update(FIRST)
+        body = b.chat(stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=7) as asked:
+            b.session.seal()
+            await all_ended(b)
+        [cut] = b.completions
+        assert "this session has ended" in asked.answer
+        assert list(cut.sampled_ids) == b.engine.calls[0].token_ids[:7]
+        assert (cut.delivered, cut.findings) == (False, ["call_cut_by_seal"])
+        assert cut.policy_version == "v1"
+        assert b.backends.first.sessions == 0
+        await b.backends.resume()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_the_engine_cannot_resume_the_harness_backs_off(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True, served={"renders": False}) as b:
+        body = b.chat(stream=stream)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=7) as asked:
+            pass
+        [partial] = b.completions
+        assert asked.status == (200 if stream else 503)
+        assert "the engine aborted the generation" in str(asked.answer)
+        assert list(partial.sampled_ids) == b.engine.calls[0].token_ids[:7]
+        assert (partial.delivered, partial.findings) == (False, ["aborted"])
+        await b.backends.resume()
+
+
+async def test_what_a_grammar_holds_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        body = b.chat(tool_choice="required")
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=7) as asked:
+            await b.backends.resume()
+        assert asked.status == 503
+        [partial] = b.completions
+        assert partial.findings == ["aborted"]
+
+
+class Forgetful(Vllm):
+    """Makes something else of a resumed answer than it was."""
+
+    async def resume(
+        self, request: ModelRequest, request_id: str, partial: EngineReply
+    ) -> EngineReply:
+        reply = await super().resume(request, request_id, partial)
+        reply.blocks = [Text(text="Something else.")]
+        return reply
+
+
+async def test_a_whole_that_does_not_begin_with_what_was_told_is_an_error_in_the_stream(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        engine = Forgetful(b.engine.url, model="tiny")
+        await engine.probe()
+        b.engine.calls.clear()
+        b.backends.first.engine = engine
+        body = b.chat(stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=12) as asked:
+            await b.backends.resume()
+        await engine.aclose()
+        assert "went on otherwise than it had begun" in asked.answer
+        assert "Something else" not in asked.answer
+        [one] = b.completions
+        assert list(one.sampled_ids) == sampled(b)
+        assert (one.delivered, one.findings) == (False, ["aborted"])
+        assert one.delivered_tokens is not None
+        assert one.delivered_tokens <= 12
+
+
+async def test_an_answer_that_was_told_nothing_of_may_become_anything(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        engine = Forgetful(b.engine.url, model="tiny")
+        await engine.probe()
+        b.engine.calls.clear()
+        b.backends.first.engine = engine
+        async with paused_in_answer(b, "/v1/chat/completions", b.chat(), at=12) as asked:
+            await b.backends.resume()
+        await engine.aclose()
+        assert asked.answer["choices"][0]["message"]["content"] == "Something else."
+
+
+# ---- answers that are kept, or finished first ----
+
+
+async def test_a_kept_answer_says_of_which_tokens_nobody_knows_the_version(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        await b.backends.update(FIRST)
+        body = b.chat(stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=12, mode="keep") as asked:
+            await b.backends.update(SECOND)
+            await b.backends.resume()
+        [one] = b.completions
+        assert asked.status == 200
+        assert b.engine.total_calls == 1
+        (old, start, known), (nobody, begins, end) = spans(one)
+        assert (old, start, nobody, end) == ("v1", 0, None, len(one.sampled_ids))
+        assert 0 < known == begins <= 12
+
+
+async def test_a_kept_answer_has_the_engines_own_spans_where_it_tells_them(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        engine = Vllm(b.engine.url, model="tiny", token_route="generate")
+        await engine.probe()
+        b.engine.calls.clear()
+        b.backends.first.engine = engine
+        await b.backends.update(FIRST)
+        async with paused_in_answer(
+            b, "/v1/chat/completions", b.chat(), at=12, mode="keep"
+        ) as asked:
+            await b.backends.update(SECOND)
+            await b.backends.resume()
+        await engine.aclose()
+        [one] = b.completions
+        assert asked.status == 200
+        assert spans(one) == [("v1", 0, 12), ("v2", 12, len(one.sampled_ids))]
+
+
+async def test_what_is_waited_for_has_one_version(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        await b.backends.update(FIRST)
+        b.engine.hold(after=12)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)):
+            await has_said(b, 12)
+            with pytest.raises(BackendRefusedError):
+                await b.backends.pause("wait", timeout=0.01)
+            b.engine.release()
+            await b.backends.pause("wait", timeout=30)
+        await b.backends.update(SECOND)
+        await b.backends.resume()
+        await b.ask("/v1/chat/completions", b.chat("and hi"))
+        assert [(c.policy_version, c.versions) for c in b.completions] == [("v1", []), ("v2", [])]
+
+
+async def test_the_tasks_own_version_counts_until_a_trainer_sets_one(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        b.session.policy_version = "7"
+        await b.ask("/v1/chat/completions", b.chat())
+        body = b.chat("and hi", stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=5):
+            await b.backends.update(SECOND)
+            await b.backends.resume()
+        one, two = b.completions
+        assert (one.policy_version, one.versions) == ("7", [])
+        assert spans(two) == [("7", 0, 5), ("v2", 5, len(two.sampled_ids))]
+
+
+# ---- another backend ----
+
+
+@asynccontextmanager
+async def two_backends(
+    tmp_path: Path, **options: Any
+) -> AsyncIterator[tuple[Bench, ScriptedEngine]]:
+    """A bench whose session has the first of two backends."""
+    async with (
+        ScriptedEngine(SCRIPT) as other,
+        bench(tmp_path, SCRIPT, probed=True, **options) as b,
+    ):
+        engine = Vllm(other.url, model="tiny")
+        backend = Backend("backend-2", other.url, engine, await engine.probe())
+        other.calls.clear()
+        b.backends._backends["backend-2"] = backend
+        await b.ask("/v1/chat/completions", b.chat())
+        assert len(b.engine.calls) == 1
+        b.engine.calls.clear()
+        yield b, other
+        await engine.aclose()
+
+
+async def test_a_session_stays_with_its_backend_and_moves_when_that_fails(tmp_path: Path) -> None:
+    async with two_backends(tmp_path) as (b, other):
+        first, second = b.backends
+        for _ in range(3):
+            await b.ask("/v1/chat/completions", b.chat())
+        assert (len(b.engine.calls), len(other.calls)) == (3, 0)
+        await b.engine.die()
+        status, _ = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 200
+        assert len(other.calls) == 1
+        assert (first.healthy, first.sessions, second.sessions) == (False, 0, 1)
+        assert [c.backend for c in b.completions][-2:] == ["backend-1", "backend-2"]
+        assert b.session.engine_failure is None
+
+
+async def test_tokens_are_counted_elsewhere_when_a_backend_fails(tmp_path: Path) -> None:
+    async with two_backends(tmp_path) as (b, _):
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        _, before = await b.ask("/v1/messages/count_tokens", body)
+        await b.engine.die()
+        assert await b.ask("/v1/messages/count_tokens", body) == (200, before)
+
+
+async def test_an_aborted_answer_is_gone_on_with_elsewhere_when_its_backend_is_lost(
+    tmp_path: Path,
+) -> None:
+    async with two_backends(tmp_path) as (b, other):
+        await b.backends.update(FIRST)
+        first, _ = b.backends
+        b.engine.hold(after=9)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)) as asked:
+            await has_said(b, 9)
+            await loop_turns()
+            await b.backends.pause("abort", timeout=30, name="backend-1")
+            b.backends.suspect(first, "it was taken away")
+        [call] = other.calls
+        one = b.completions[-1]
+        assert asked.status == 200
+        assert call.prompt_token_ids[-9:] == list(one.sampled_ids)[:9]
+        assert list(one.sampled_ids)[9:] == call.token_ids
+        assert (one.policy_version, one.versions) == ("v1", [])
+        await b.backends.resume()
