@@ -92,7 +92,7 @@ class ScriptedServer:
         self.policy = SeededPolicy(self.tokenizer.size, seed)
         self.weight_version = FIRST_WEIGHTS
         self.policies = {FIRST_WEIGHTS: self.policy}
-        """What each version of the weights sampled by, the latest if it changed under its name."""
+        """What each version of the weights samples by, since it was named."""
         self.paused: Pause | None = None
         self._seed = seed
         self._held_after: int | None = None
@@ -192,7 +192,6 @@ class ScriptedServer:
         """Sample by other weights from now on: those that this path stands for, or the first."""
         seed = self._seed if path is None else zlib.crc32(path.encode())
         self.policy = SeededPolicy(self.tokenizer.size, seed)
-        self.policies[self.weight_version] = self.policy
         for answer in self.in_flight:
             answer.replan()
 

@@ -227,9 +227,9 @@ class ScriptedSglang(ScriptedServer):
         body = decoded(await request.body())
         if body.get("abort_all_requests"):
             self.abort()
+        self.load_weights(body["model_path"])
         if body.get("weight_version") is not None:
             self.name_weights(body["weight_version"])
-        self.load_weights(body["model_path"])
         return {"success": True, "message": "Succeeded to update model weights."}
 
     async def _update_weight_version(self, request: Request) -> dict[str, Any]:

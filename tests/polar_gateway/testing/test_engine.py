@@ -1,3 +1,4 @@
+import base64
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx2
 import msgspec
 import pytest
@@ -80,6 +82,12 @@ async def client(running: ScriptedEngine) -> AsyncIterator[Client]:
     running.faults = []
     running.max_model_len = 131_072
     running.renders, running.strict_limits, running.lossy_streams = True, False, False
+    running.controls = True
+    running.ignores_token_ids = running.accepts_images = running.processed_logprobs = False
+    running.routed_experts = running.sampling_mask = False
+    running.template_arguments = {}
+    running.load_weights(None)
+    running.name_weights("default")
     async with httpx2.AsyncClient(base_url=running.url) as http:
         yield Client(running, http)
 
@@ -452,3 +460,253 @@ def test_the_command_serves_a_script_until_it_is_told_to_stop(tmp_path: Path) ->
             process.terminate()
         assert process.wait(timeout=10) in (0, -15)
     assert os.listdir(tmp_path).count("ready.part") == 0
+
+
+# ---- prompts of ids ----
+
+
+async def test_a_prompt_of_ids_is_taken_as_it_is_and_answered_by_what_it_spells(
+    client: Client,
+) -> None:
+    ids = client.engine.tokenizer.encode(f"<|im_start|>user\n{USER['content']}<|im_end|>\n")
+    answer = await client.whole(
+        messages=[{"role": "user", "content": "ignored"}],
+        kv_transfer_params={"prompt_token_ids": ids},
+    )
+    assert answer["prompt_token_ids"] == ids
+    assert answer["choices"][0]["message"]["content"] == "\n\nBoth at once.\n"
+    error = await client.refused(400, kv_transfer_params={"prompt_token_ids": [99_999]})
+    assert error["param"] == "kv_transfer_params.prompt_token_ids"
+    assert "99999 is out of vocabulary" in error["message"]
+
+
+async def test_ids_are_ignored_beside_images_and_by_engines_that_do_not_know_them(
+    client: Client,
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    shown = [{"role": "user", "content": [{"type": "text", "text": "Look around."}, image]}]
+    sent = {"kv_transfer_params": {"prompt_token_ids": [1, 2]}}
+    client.engine.accepts_images = True
+    assert (await client.whole(messages=shown, **sent))["prompt_token_ids"] != [1, 2]
+    client.engine.ignores_token_ids = True
+    assert (await client.whole(**sent))["prompt_token_ids"] != [1, 2]
+
+
+async def test_an_answer_is_gone_on_with_where_a_prompt_ends_inside_it(client: Client) -> None:
+    whole = await client.whole()
+    ids, prompt = whole["choices"][0]["token_ids"], whole["prompt_token_ids"]
+    for begun in (1, len(ids) // 2, len(ids) - 1):
+        sent = {"prompt_token_ids": prompt + ids[:begun]}
+        rest = (await client.whole(kv_transfer_params=sent))["choices"][0]["token_ids"]
+        spelled = client.engine.tokenizer.decode(ids[:begun] + rest)
+        assert spelled == LOOK.text + "<|im_end|>"
+
+
+async def test_rendering_generating_and_derendering_make_a_chat_answer(client: Client) -> None:
+    whole = await client.whole(seed=5)
+    rendered = (
+        await client.http.post("/v1/chat/completions/render", json={**ASK, "seed": 5})
+    ).json()
+    assert rendered["reasoning_ended"] is False
+    generated = (await client.http.post("/inference/v1/generate", json=rendered)).json()
+    [sampled], [expected] = generated["choices"], whole["choices"]
+    assert sampled["token_ids"] == expected["token_ids"]
+    assert [entry["logprob"] for entry in sampled["logprobs"]["content"]] == [
+        entry["logprob"] for entry in expected["logprobs"]["content"]
+    ]
+    assert sampled["weight_versions"] == [
+        {"version": "default", "start": 0, "end": len(sampled["token_ids"])}
+    ]
+    asked = {"chat_request": ASK, "generate_response": generated}
+    told = (await client.http.post("/v1/chat/completions/derender", json=asked)).json()
+    [choice] = told["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"] == expected["message"]["reasoning"]
+    assert choice["message"]["content"] == expected["message"]["content"]
+
+
+async def test_generation_streams_tokens_and_says_versions_at_the_end(client: Client) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
+    asked = {**body, "stream": True, "return_token_ids": True}
+    reply = await client.http.post("/inference/v1/generate", json=asked)
+    data = re.findall(r"^data: (\{.*)$", reply.text, re.MULTILINE)
+    events = [json.loads(document) for document in data]
+    assert events[0]["prompt_token_ids"] == [1, 2]
+    assert [len(event["choices"][0]["token_ids"]) for event in events] == [1, 1, 1]
+    versions = [event["choices"][0]["weight_versions"] for event in events]
+    assert versions == [None, None, [{"version": "default", "start": 0, "end": 3}]]
+
+
+async def test_an_answer_may_come_with_experts_and_masks(client: Client) -> None:
+    client.engine.routed_experts = client.engine.sampling_mask = True
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}
+    [choice] = (await client.http.post("/inference/v1/generate", json=body)).json()["choices"]
+    assert base64.b64decode(choice["routed_experts"]).startswith(b"\x93NUMPY")
+    assert all(
+        i in mask for i, mask in zip(choice["token_ids"], choice["sampling_mask"], strict=True)
+    )
+
+
+async def test_a_turn_may_end_with_another_id(client: Client) -> None:
+    async with ScriptedEngine(Script(otherwise=Step(say="Bye.", end="<|endoftext|>"))) as engine:
+        http = httpx2.AsyncClient(base_url=engine.url)
+        [choice] = (await http.post("/v1/chat/completions", json=ASK)).json()["choices"]
+        other = engine.tokenizer.id_of("<|endoftext|>")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", other)
+        assert choice["token_ids"][-1] == other
+        await http.aclose()
+
+
+@pytest.mark.parametrize(
+    ("shown", "thoughts"), [("recent", 1), ("none", 0), ("all", 2), ("empty", 2)]
+)
+async def test_templates_may_forget_thinking_or_add_empty_blocks(
+    client: Client, shown: str, thoughts: int
+) -> None:
+    client.engine.template_arguments = {"history_thinking": shown}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "a", "reasoning": "first"},
+        USER,
+        {"role": "assistant", "content": "b", "reasoning": "second"},
+    ]
+    body = {**ASK, "messages": messages, "add_generation_prompt": False}
+    rendered = (await client.http.post("/v1/chat/completions/render", json=body)).json()
+    text = (await client.http.post("/detokenize", json={"tokens": rendered["token_ids"]})).json()
+    assert text["prompt"].count("<think>") == thoughts
+    assert text["prompt"].endswith("b<|im_end|>\n")
+
+
+# ---- orders ----
+
+
+async def orders(client: Client, path: str, **said: Any) -> dict[str, Any]:
+    reply = await client.http.post(path, json=said)
+    assert reply.status_code == 200, reply.text
+    document: dict[str, Any] = reply.json()
+    return document
+
+
+async def begun(client: Client, tokens: int) -> None:
+    while not client.engine.calls or client.engine.calls[-1].sent_tokens < tokens:
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_pausing_with_abort_ends_answers_with_what_they_have(client: Client) -> None:
+    answers: list[dict[str, Any]] = []
+
+    async def ask() -> None:
+        answers.append(await client.whole())
+
+    client.engine.hold(after=5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await begun(client, 5)
+        assert await orders(client, "/pause?mode=abort") == {"status": "paused"}
+        assert (await client.http.get("/is_paused")).json() == {"is_paused": True}
+    client.engine.release()
+    await orders(client, "/resume")
+    [choice] = answers[0]["choices"]
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("abort", 5)
+    assert len(choice["logprobs"]["content"]) == 5
+    assert answers[0]["usage"]["completion_tokens"] == 5
+
+
+async def test_a_stream_that_is_aborted_says_so(client: Client) -> None:
+    told: list[list[dict[str, Any]]] = []
+
+    async def ask() -> None:
+        told.append(await client.events())
+
+    client.engine.hold(after=5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await begun(client, 5)
+        named = [client.engine.calls[-1].request_id]
+        assert (await orders(client, "/abort_requests", request_ids=named))["aborted"] == 1
+    client.engine.release()
+    assert choices(told[0])[-1]["finish_reason"] == "abort"
+    assert sum(len(c.get("token_ids") or []) for c in choices(told[0])) == 5
+
+
+async def test_new_weights_sample_what_is_left_of_an_answer(client: Client) -> None:
+    answers: list[dict[str, Any]] = []
+    body = {**ASK, "sampling_params": {"logprobs": 0}}
+
+    async def ask() -> None:
+        rendered = await orders(client, "/v1/chat/completions/render", **body)
+        answers.append(await orders(client, "/inference/v1/generate", **rendered))
+
+    client.engine.hold(after=5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await begun(client, 5)
+        await orders(client, "/pause?mode=keep")
+        loading = {"weights_path": "/weights/1"}
+        await orders(client, "/collective_rpc", method="reload_weights", kwargs=loading)
+        await orders(client, "/reset_prefix_cache")
+        await orders(client, "/update_weight_version", new_version="step-1")
+        client.engine.release()
+        await orders(client, "/resume")
+    assert (await client.http.get("/weight_info")).json() == {"weight_version": "step-1"}
+    [choice] = answers[0]["choices"]
+    ids = choice["token_ids"]
+    assert choice["weight_versions"] == [
+        {"version": "default", "start": 0, "end": 5},
+        {"version": "step-1", "start": 5, "end": len(ids)},
+    ]
+    policies = client.engine.policies
+    context = policies["default"].context(client.engine.calls[-1].prompt_token_ids)
+    for number, entry in enumerate(choice["logprobs"]["content"]):
+        policy = policies["default" if number < 5 else "step-1"]
+        assert entry["logprob"] == policy.logprob(context, ids[number])
+        context = policy.context([ids[number]], context)
+
+
+async def test_a_pause_that_waits_lets_answers_end_and_none_begin(client: Client) -> None:
+    done: list[str] = []
+
+    async def ask(name: str) -> None:
+        await client.whole()
+        done.append(name)
+
+    async def pause() -> None:
+        await orders(client, "/pause?mode=wait")
+        done.append("paused")
+        assert done == ["first", "paused"]
+        await orders(client, "/resume")
+
+    client.engine.hold(after=5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, "first")
+        await begun(client, 5)
+        tasks.start_soon(pause)
+        while client.engine.paused is None:
+            await anyio.lowlevel.checkpoint()
+        tasks.start_soon(ask, "second")
+        client.engine.release()
+    assert done == ["first", "paused", "second"]
+
+
+async def test_an_engine_may_take_no_orders(client: Client) -> None:
+    client.engine.controls = False
+    for path in ("/pause", "/collective_rpc", "/update_weight_version"):
+        assert (await client.http.post(path)).status_code == 404
+        assert (await client.http.get(path)).status_code == 404
+    client.engine.controls = True
+    assert (await client.http.get("/pause")).status_code == 405
+
+
+async def test_processed_logprobs_know_the_temperature_and_what_is_allowed(client: Client) -> None:
+    async def logprobs(**fields: Any) -> list[float]:
+        [choice] = (await client.whole(seed=5, max_tokens=3, **fields))["choices"]
+        return [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+    client.engine.processed_logprobs = True
+    [choice] = (await client.whole(seed=5, max_tokens=3, temperature=0.5))["choices"]
+    context = client.engine.policy.context(client.engine.calls[-1].prompt_token_ids)
+    entry, token_id = choice["logprobs"]["content"][0], choice["token_ids"][0]
+    assert entry["logprob"] == client.engine.policy.logprob(context, token_id, 0.5)
+    assert await logprobs(allowed_token_ids=[7]) == [0.0, 0.0, 0.0]
+    client.engine.processed_logprobs = False
+    assert all(value < 0 for value in await logprobs(allowed_token_ids=[7]))
