@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `polar --help` stays insta
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 import click
 
@@ -13,24 +14,25 @@ from polar_client.cli.services import gateway, server, up
 from polar_client.cli.tasks import cancel, status, submit
 
 
-class _HarnessCommands(click.Group):
-    """`polar harness`; what it needs is imported when one of its commands is."""
+class _LaterCommands(click.Group):
+    """A group whose module is imported when one of its commands is needed."""
+
+    def _group(self) -> click.Group:
+        group: click.Group = getattr(import_module(f"polar_client.cli.{self.name}"), str(self.name))
+        return group
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from polar_client.cli.harness import harness
-
-        return harness.list_commands(ctx)
+        return self._group().list_commands(ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from polar_client.cli.harness import harness
-
-        return harness.get_command(ctx, cmd_name)
+        return self._group().get_command(ctx, cmd_name)
 
 
-harness_commands = _HarnessCommands(
+harness_commands = _LaterCommands(
     name="harness", help="Install and list the CLI agents that tasks can name as their harness."
 )
-COMMANDS = (up, server, gateway, submit, status, cancel, harness_commands)
+engine_commands = _LaterCommands(name="engine", help="Look at a model server before a node uses it.")
+COMMANDS = (up, server, gateway, submit, status, cancel, harness_commands, engine_commands)
 ALIASES = {"serve_rollout": server, "serve_gateway": gateway}
 """Names that existing scripts use."""
 
