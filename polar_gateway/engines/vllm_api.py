@@ -76,7 +76,9 @@ class VllmApi(ChatApi):
         return answer
 
     async def generate(self, rendered: _Rendered, request_id: str) -> bytes:
-        asked = {**rendered, "return_token_ids": True}
+        asked: dict[str, Any] = {**rendered, "return_token_ids": True}
+        if request_id:
+            asked["request_id"] = request_id
         return await self.http.post_raw(GENERATE, _encode(asked), request_id)
 
     async def derender(

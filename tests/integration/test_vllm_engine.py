@@ -1,18 +1,21 @@
 """What the gateway asks of a vLLM, asked of a real one."""
 
+import json
 from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
 import httpx2
+import msgspec
 import pytest
 
-from polar_gateway.dialects.turn import BlockEnd, ModelRequest
-from polar_gateway.engines.base import EngineError
+from builders.records import Ids
+from polar_gateway.dialects.turn import Block, BlockEnd, Call, ModelRequest, Reasoning, Text
+from polar_gateway.engines.base import EngineError, EngineReply, TokenRoute
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
-from tests.integration.vllm_server import VllmServer
+from tests.integration.vllm_server import CACHE, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -30,8 +33,16 @@ LOOK = Step(
         ScriptedCall(name="bash", arguments={"command": "pwd"}),
     ],
 )
+PLAY = "all work and no play " * 400
+THINK_LONG = f"<think>\n{PLAY}\n</think>\n\nThat was it."
+CALL_LONG = (
+    '<think>\nhm\n</think>\n\nLook.\n<tool_call>\n{"name": "bash", "arguments": {"command": "'
+    f'{PLAY}"}}}}\n</tool_call>'
+)
 SCRIPT = Script(
     rules=[
+        Rule(match="THINK", steps=[THINK_LONG]),
+        Rule(match="CALL", steps=[CALL_LONG]),
         Rule(match="LONG", steps=["</think>\n\n" + "all work and no play " * 2000]),
         Rule(match="GO", steps=[LOOK]),
     ]
@@ -54,8 +65,15 @@ async def test_a_probe_finds_all_that_training_needs_streamed_too(engine: Vllm) 
     probe = await engine.probe()
     assert (probe.model, probe.max_model_len) == ("tiny", 131_072)
     assert (probe.token_ids, probe.stream_ids) == (True, True)
-    assert (probe.problems, probe.notes) == ([], [])
-    assert len(probe.end_of_turn_ids) == 1
+    assert probe.problems == []
+    assert probe.end_of_turn_ids == [4089, 4087]
+    assert probe.end_of_turn_texts == ["<|im_end|>", "<|endoftext|>"]
+    assert probe.token_routes == ["chat", "generate"]
+    assert (probe.renders, probe.logprob_kind) == ("full", "raw")
+    assert (probe.reasoning_parser, probe.tool_parser) == (True, True)
+    assert (probe.weight_versions, probe.resumes) == (True, True)
+    assert probe.controls == ["pause", "abort", "update"]
+    assert any("--logprobs-mode processed_logprobs" in note for note in probe.notes)
 
 
 HISTORY = [
@@ -200,3 +218,189 @@ async def failure(asking: Any) -> EngineError:
     except EngineError as error:
         return error
     raise AssertionError("the engine answered")
+
+
+# ---- prompts as ids ----
+
+
+async def prompt_of(engine: Vllm, request: ModelRequest) -> Ids:
+    return (await engine.render(request)).ids
+
+
+@pytest.mark.parametrize("route", ["chat", "generate"])
+async def test_a_prompt_of_ids_is_read_as_it_is_and_answered_as_any_other(
+    engine: Vllm, vllm: VllmServer, route: TokenRoute
+) -> None:
+    await engine.probe()
+    asked = ask("GO", tools=TOOLS)
+    by_ids = Vllm(vllm.url, token_route=route)
+    sent = await prompt_of(engine, asked)
+    # "ss" in two tokens, as no tokenizer would spell it.
+    [letter] = await engine.api.ids_of("s")
+    assert len(await engine.api.ids_of("ss")) == 1
+    sent = array("i", [*sent[:3], letter, letter, *sent[3:]])
+    request = msgspec.structs.replace(
+        asked, messages=[*asked.messages, *HISTORY[2:]], prompt_ids=sent
+    )
+    reply = await by_ids.complete(request, "msg_1")
+    stream = await by_ids.stream(request, "msg_2")
+    await stream_to_the_end(stream)
+    await by_ids.aclose()
+    for each in (reply, stream.reply):
+        assert each.prompt_ids is sent
+        assert each.findings == []
+        assert [type(block) for block in each.blocks] == [Reasoning, Text, Call, Call]
+        assert each.finish_reason == "tool_calls"
+    assert (len(reply.versions) > 0) == (route == "generate")
+
+
+async def test_both_routes_make_the_same_of_the_same_tokens(engine: Vllm, vllm: VllmServer) -> None:
+    other = Vllm(vllm.url, token_route="generate")
+    for request in (
+        ask("GO", tools=TOOLS, sampling={"seed": 5}),
+        ask("GO", tools=TOOLS, max_tokens=30, sampling={"seed": 5}),
+        ask("GO", tools=TOOLS, sampling={"seed": 5, "stop": ["see"]}),
+        ask("x", template_kwargs={"enable_thinking": False}, sampling={"seed": 5}),
+        ask("x", sampling={"seed": 5, "stop": ["one"]}),
+    ):
+        chat = await engine.complete(request, "msg_1")
+        generated = await other.complete(request, "msg_2")
+        assert generated.sampled_ids == chat.sampled_ids
+        assert generated.prompt_ids == chat.prompt_ids
+        assert generated.logprobs == chat.logprobs
+        assert generated.finish_reason == chat.finish_reason
+        assert generated.stop_reason == chat.stop_reason
+        assert nameless(generated.blocks) == nameless(chat.blocks)
+    await other.aclose()
+
+
+def nameless(blocks: list[Block]) -> list[Block]:
+    """Without the names of calls, which are made up at each parsing."""
+    return [
+        msgspec.structs.replace(block, id="") if isinstance(block, Call) else block
+        for block in blocks
+    ]
+
+
+async def test_what_is_new_is_what_a_rendering_adds_to_a_closed_one(engine: Vllm) -> None:
+    await engine.probe()
+    request = ModelRequest(model="any", messages=HISTORY, tools=TOOLS)
+    earlier = msgspec.structs.replace(request, messages=HISTORY[:3])
+    closed = await engine.render(earlier, closed=True)
+    whole = await engine.render(request)
+    added = whole.after(closed, less=1)
+    assert added is not None
+    assert closed.ids[:-1] + added == whole.ids
+    text = await engine.api.detokenize(added.tolist())
+    assert text.startswith("\n<|im_start|>user\n<tool_response>\nout.txt")
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+# ---- aborts and weights ----
+
+
+@pytest.mark.parametrize("route", ["chat", "generate"])
+@pytest.mark.parametrize("where", ["THINK", "CALL"])
+async def test_an_aborted_answer_goes_on_and_is_parsed_as_one(
+    engine: Vllm, vllm: VllmServer, where: str, route: TokenRoute
+) -> None:
+    asking = Vllm(vllm.url, token_route=route)
+    request = ask(where, tools=TOOLS, max_tokens=5000)
+    partial = (await aborted(asking, vllm, request)).partial
+    assert partial is not None
+    assert partial.finish_reason is None
+    known = len(partial.sampled_ids)
+    assert 20 < known == len(partial.logprobs or ())
+    whole = await asking.resume(request, "msg_1", partial)
+    await asking.aclose()
+    assert whole.findings == []
+    assert whole.sampled_ids[:known] == partial.sampled_ids
+    assert len(whole.logprobs or ()) == len(whole.sampled_ids) > known
+    assert whole.usage.completion_tokens == len(whole.sampled_ids)
+    if where == "THINK":
+        assert [type(block) for block in whole.blocks] == [Reasoning, Text]
+        assert isinstance(whole.blocks[0], Reasoning)
+        assert whole.blocks[0].text.strip() == PLAY.strip()
+        assert whole.finish_reason == "stop"
+    else:
+        assert [type(block) for block in whole.blocks] == [Reasoning, Text, Call]
+        assert isinstance(whole.blocks[2], Call)
+        assert json.loads(whole.blocks[2].arguments) == {"command": PLAY}
+        assert whole.finish_reason == "tool_calls"
+
+
+async def test_a_resumed_answer_has_no_more_tokens_than_were_asked_for(
+    engine: Vllm, vllm: VllmServer
+) -> None:
+    partial = (await aborted(engine, vllm, ask("THINK"))).partial
+    assert partial is not None
+    known = len(partial.sampled_ids)
+    for limit, more in ((known, 0), (known + 7, 7)):
+        whole = await engine.resume(ask("THINK", max_tokens=limit), "msg_1", partial)
+        assert (whole.finish_reason, len(whole.sampled_ids)) == ("length", known + more)
+        assert [type(block) for block in whole.blocks] == [Reasoning]
+
+
+async def aborted(engine: Vllm, vllm: VllmServer, request: ModelRequest) -> EngineError:
+    """What a call raises that is aborted when it has sampled some tokens."""
+    raised: list[EngineError] = []
+
+    async def call() -> None:
+        raised.append(await failure(engine.complete(request, "msg_1")))
+
+    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
+        before = await sampled(http)
+        tasks.start_soon(call)
+        while await sampled(http) < before + 60:
+            await anyio.sleep(0.02)
+        await http.post("/abort_requests", json={"request_ids": []})
+    return raised[0]
+
+
+async def sampled(http: httpx2.AsyncClient) -> float:
+    metrics = (await http.get("/metrics")).text
+    lines = [li for li in metrics.splitlines() if li.startswith("vllm:generation_tokens_total{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+async def test_weights_change_under_an_answer_that_stands_still(
+    engine: Vllm, vllm: VllmServer
+) -> None:
+    asking = Vllm(vllm.url, token_route="generate")
+    replies: list[EngineReply] = []
+
+    async def call() -> None:
+        replies.append(await asking.complete(ask("THINK", max_tokens=5000), "msg_1"))
+
+    await asking.update("step-1", None)
+    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
+        before = await sampled(http)
+        tasks.start_soon(call)
+        while await sampled(http) < before + 60:
+            await anyio.sleep(0.02)
+        await asking.pause("keep")
+        await asking.update("step-2", str(CACHE / "vllm" / "model"))
+        assert not replies
+        await asking.unpause()
+    [reply] = replies
+    await asking.aclose()
+    first, second = reply.versions
+    assert (first.version, second.version) == ("step-1", "step-2")
+    assert first.start == 0 < first.end == second.start < second.end == len(reply.sampled_ids)
+
+
+async def test_a_pause_that_aborts_leaves_what_there_was(engine: Vllm, vllm: VllmServer) -> None:
+    raised: list[EngineError] = []
+
+    async def call() -> None:
+        raised.append(await failure(engine.complete(ask("THINK"), "msg_1")))
+
+    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
+        before = await sampled(http)
+        tasks.start_soon(call)
+        while await sampled(http) < before + 60:
+            await anyio.sleep(0.02)
+        await engine.pause("abort")
+    await engine.unpause()
+    assert raised[0].partial is not None
+    assert len(raised[0].partial.sampled_ids) > 20

@@ -94,7 +94,7 @@ class Instead:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         change = self._changes.get(scope.get("path", ""))
-        if change is None:
+        if change is None or (callable(change) and scope["method"] == "GET"):
             await self._app(scope, receive, send)
         elif isinstance(change, tuple):
             await Answers(change)(scope, receive, send)

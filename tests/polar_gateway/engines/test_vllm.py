@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from builders.records import Ids, VersionSpan
 from polar_gateway.dialects.turn import (
     BlockDelta,
     BlockEnd,
@@ -19,11 +20,13 @@ from polar_gateway.dialects.turn import (
     Text,
     TurnEvent,
 )
-from polar_gateway.engines.base import EngineError, EngineReply
+from polar_gateway.engines.base import EngineError, EngineReply, TokenRoute
 from polar_gateway.engines.vllm import Vllm
+from polar_gateway.engines.vllm_api import CHAT, DERENDER, RENDER
 from polar_gateway.testing.engine import Fault, ScriptedEngine
+from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
 from polar_gateway.testing.serve import serve
-from tests.polar_gateway.engines.servers import PAUSE, Answers, recording, sse
+from tests.polar_gateway.engines.servers import PAUSE, Answers, Instead, recording, sse
 
 T = TypeVar("T")
 
@@ -705,128 +708,7 @@ async def test_without_a_name_the_first_model_listed_is_asked() -> None:
     assert [asked.get("model") for asked in app.requests] == [None, "first", "first"]
 
 
-# ---- probing, and a server with a real template ----
-
-SHORT = {
-    "prompt_token_ids": [4, 5, 6],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
-    "choices": [
-        {
-            "message": {"content": "x"},
-            "finish_reason": "length",
-            "token_ids": [1],
-            "logprobs": {"content": [{"logprob": -1.0}]},
-        }
-    ],
-}
-STREAMED = [
-    {"prompt_token_ids": [4, 5, 6], "choices": [{"delta": {"role": "assistant"}}]},
-    {"choices": [{**SHORT["choices"][0], "delta": {"content": "x"}}]},
-    {"choices": [], "usage": SHORT["usage"]},
-    "[DONE]",
-]
-TOKENIZED = (200, {"count": 2, "tokens": [7, 8]})
-
-
-def probed(
-    *later: Any, whole: Any = SHORT, streamed: Any = STREAMED, rendered: Any = (404, {})
-) -> Answers:
-    """A vLLM through a probe, and then the answers to what is asked of it."""
-    return Answers(
-        (200, {"version": "0.32"}),
-        (200, {"data": [{"id": "tiny"}]}),
-        whole if isinstance(whole, tuple) else (200, whole),
-        streamed if isinstance(streamed, tuple) else [sse(streamed)],
-        rendered,
-        TOKENIZED,
-        TOKENIZED,
-        *later,
-    )
-
-
-async def test_a_probe_says_what_the_engine_is() -> None:
-    async with ScriptedEngine(max_model_len=4096) as scripted:
-        engine = Vllm(scripted.url + "/v1/")
-        probe = await engine.probe()
-        im_end = await engine.count_tokens(HI)
-        await engine.aclose()
-    assert (probe.engine, probe.model, probe.version) == ("vllm", "tiny", "scripted-1")
-    assert probe.max_model_len == 4096
-    assert probe.token_ids
-    assert probe.stream_ids
-    assert probe.problems == []
-    assert probe.notes == []
-    assert probe.end_of_turn_ids == [scripted.tokenizer.encode("<|im_end|>")[0]]
-    assert im_end > 0
-
-
-async def test_a_probe_names_what_training_cannot_do_without() -> None:
-    async with ScriptedEngine() as scripted:
-        engine = Vllm(scripted.url, model="other")
-        missing = await engine.probe()
-        await engine.aclose()
-    assert missing.problems == ["it does not serve 'other' but tiny"]
-    no_ids = {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]}
-    app = Answers(
-        (200, {"version": "0.6"}), (200, {"data": [{"id": "tiny"}]}), (200, no_ids), (404, {})
-    )
-    async with vllm_at(app) as engine:
-        blind = await engine.probe()
-    assert not blind.token_ids
-    assert "without trustworthy tokens (prompt_ids_missing, ids_missing)" in blind.problems[0]
-    assert blind.end_of_turn_ids == []
-    async with vllm_at(Answers((404, b"nothing here"))) as engine:
-        stranger = await engine.probe()
-    assert stranger.problems == [
-        "it does not answer as a vLLM would: the engine answered 404: nothing here"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("streamed", "why"),
-    [
-        (
-            [
-                STREAMED[0],
-                {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]},
-                "[DONE]",
-            ],
-            "ids_missing",
-        ),
-        ([{**STREAMED[0], "prompt_token_ids": [4, 5, 5]}, *STREAMED[1:]], "the prompt's ids"),
-        ((400, {"error": {"message": "no streams"}}), "no streams"),
-    ],
-    ids=["no ids", "another prompt", "refused"],
-)
-async def test_where_streams_lack_what_whole_answers_have_the_latter_are_asked_for(
-    streamed: Any, why: str
-) -> None:
-    app = probed((200, SHORT), streamed=streamed)
-    async with vllm_at(app) as engine:
-        probe = await engine.probe()
-        stream = await engine.stream(HI, "msg_1")
-        events = [event async for batch in stream for event in batch]
-        await stream.aclose()
-    assert (probe.token_ids, probe.stream_ids, probe.problems) == (True, False, [])
-    assert "streamed answers are asked for whole" in probe.notes[0]
-    assert why in probe.notes[0]
-    assert events == [BlockStart(kind="text"), BlockDelta(text="x"), BlockEnd(cut=True)]
-    assert app.requests[-1]["stream"] is False
-    assert stream.reply.sampled_ids == array("i", [1])
-
-
-async def test_an_engine_that_cannot_parse_calls_is_probed_without_tools() -> None:
-    refused = (400, {"error": {"message": "tool choice requires --enable-auto-tool-choice"}})
-    models = (200, {"data": [{"id": "tiny"}]})
-    app = Answers(
-        (200, {"version": "0.32"}), models, refused, (200, SHORT), [sse(STREAMED)], (404, {})
-    )
-    async with vllm_at(app) as engine:
-        probe = await engine.probe()
-    assert (probe.token_ids, probe.stream_ids, probe.problems) == (True, True, [])
-    assert probe.notes == [
-        "it refuses calls that offer tools: tool choice requires --enable-auto-tool-choice"
-    ]
+# ---- a server with a real template ----
 
 
 async def test_a_stream_that_lost_ids_is_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -851,15 +733,6 @@ async def test_a_stream_that_lost_ids_is_the_last_one(caplog: pytest.LogCaptureF
     assert "ids_usage_mismatch" in warning.message
 
 
-async def test_a_probe_of_a_server_that_is_not_there_yet_raises() -> None:
-    async with serve(Answers((200, {}))) as url:
-        pass
-    engine = Vllm(url)
-    with pytest.raises(EngineError, match="cannot be reached"):
-        await engine.probe()
-    await engine.aclose()
-
-
 async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
     tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
     request = ModelRequest(model="m", messages=HI.messages, tools=tools)
@@ -871,37 +744,47 @@ async def test_tokens_are_counted_as_the_engine_renders_them() -> None:
     assert counted == len(reply.prompt_ids) == reply.usage.prompt_tokens
 
 
-RENDERED = (200, {"token_ids": [4, 5, 6]})
+LONG = ModelRequest(model="m", messages=[{"role": "user", "content": "word " * 300}])
 
 
 @pytest.mark.parametrize(
-    ("rendered", "answers", "paths", "count"),
+    ("renders", "request_", "path"),
     [
-        (RENDERED, [(200, {"token_ids": [1] * 5})], ["/v1/chat/completions/render"], 5),
-        (RENDERED, [TOO_LONG, TOKENIZED], ["/v1/chat/completions/render", "/tokenize"], 2),
-        ((403, {}), [(200, SHORT)], ["/v1/chat/completions"], 3),
-        ((403, {}), [TOO_LONG, TOKENIZED], ["/v1/chat/completions", "/tokenize"], 2),
-        ((200, {"token_ids": [4, 5, 9]}), [(200, SHORT)], ["/v1/chat/completions"], 3),
+        (True, HI, RENDER),
+        (True, LONG, "/tokenize"),
+        (False, HI, CHAT),
+        (False, LONG, "/tokenize"),
     ],
-    ids=["rendered", "too long to render", "asked", "too long to ask", "rendered otherwise"],
+    ids=["rendered", "too long to render", "asked", "too long to ask"],
 )
 async def test_tokens_are_counted_by_the_chat_endpoint_itself_as_long_as_they_fit(
-    rendered: Any, answers: list[Any], paths: list[str], count: int
+    renders: bool, request_: ModelRequest, path: str
 ) -> None:
-    app = probed(*answers, rendered=rendered)
-    asked = ModelRequest(
-        model="m",
-        messages=HI.messages,
-        template_kwargs={"enable_thinking": True},
-        sampling={"min_tokens": 5},
+    scripted = ScriptedEngine(max_model_len=200, renders=renders)
+    asked = msgspec.structs.replace(
+        request_, template_kwargs={"enable_thinking": True}, sampling={"min_tokens": 5}
     )
-    async with vllm_at(app) as engine:
-        assert (await engine.probe()).problems == []
-        assert app.requests[4] == app.requests[2], "rendered is what was asked"
-        before = len(app.paths)
-        assert await engine.count_tokens(asked) == count
-    assert app.paths[before:] == paths
-    first = app.requests[before]
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def listen() -> Any:
+            message = await receive()
+            if message.get("body"):
+                seen.append((scope["path"], json.loads(message["body"])))
+            return message
+
+        await scripted.app(scope, listen, send)
+
+    async with vllm_at(watched) as engine:
+        await engine.probe()
+        seen.clear()
+        counted = await engine.count_tokens(asked)
+    if request_ is HI:
+        assert 5 < counted < 30
+    else:
+        assert counted > 300
+    assert seen[-1][0] == path
+    first = seen[0][1]
     assert first["chat_template_kwargs"] == {"enable_thinking": True}
     assert first["max_tokens"] == 1, "what is counted is the prompt alone"
     assert "min_tokens" not in first
@@ -909,8 +792,10 @@ async def test_tokens_are_counted_by_the_chat_endpoint_itself_as_long_as_they_fi
 
 async def test_what_cannot_be_rendered_for_another_reason_cannot_be_counted() -> None:
     refusal = (400, recording("err_empty_tools")["response"])
-    async with vllm_at(probed(refusal, rendered=RENDERED)) as engine:
+    changes: dict[str, Any] = {}
+    async with vllm_at(Instead(ScriptedEngine().app, changes)) as engine:
         await engine.probe()
+        changes[RENDER] = refusal
         try:
             await engine.count_tokens(HI)
         except EngineError as error:
@@ -938,3 +823,291 @@ async def test_streamed_and_whole_answers_of_one_engine_agree() -> None:
         == [Reasoning, Text]
     )
     assert [call.request_id for call in said] == ["chatcmpl-msg_1", "chatcmpl-msg_2"]
+
+
+# ---- prompts as ids ----
+
+
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+LOOK = Step(
+    think="hm", say="Look.", calls=[ScriptedCall(name="bash", arguments={"command": "ls -la"})]
+)
+GO = ModelRequest(model="m", messages=[{"role": "user", "content": "GO"}], tools=TOOLS)
+
+
+def looking() -> ScriptedEngine:
+    return ScriptedEngine(Script(rules=[Rule(match="GO", steps=[LOOK])]))
+
+
+async def prompt_of(engine: Vllm, request: ModelRequest) -> Ids:
+    return (await engine.rendered(request)).ids
+
+
+def unspelled(prompt: Ids) -> Ids:
+    """A prompt as no tokenizer would spell it: "ss" in two tokens."""
+    return array("i", [*prompt[:3], 82, 82, *prompt[3:]])
+
+
+@pytest.mark.parametrize("route", ["chat", "generate"])
+async def test_a_prompt_of_ids_is_read_as_it_is_and_answered_as_any_other(
+    route: TokenRoute,
+) -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url, token_route=route)
+        sent = unspelled(await prompt_of(engine, GO))
+        request = msgspec.structs.replace(GO, prompt_ids=sent)
+        whole = await engine.complete(request, "msg_1")
+        stream = await engine.stream(request, "msg_2")
+        async for _ in stream:
+            pass
+        await stream.aclose()
+        assert await engine.count_tokens(request) == len(sent)
+        await engine.aclose()
+        calls = list(scripted.calls)
+    assert [call.prompt_token_ids for call in calls] == [sent.tolist()] * 2
+    for reply in (whole, stream.reply):
+        assert reply.prompt_ids is sent
+        assert reply.findings == []
+        assert [type(block) for block in reply.blocks] == [Reasoning, Text, Call]
+        assert reply.finish_reason == "tool_calls"
+    assert [call.request_id for call in calls] == (
+        ["chatcmpl-msg_1", "chatcmpl-msg_2"]
+        if route == "chat"
+        else ["generate-tokens-msg_1", "generate-tokens-msg_2"]
+    )
+
+
+async def test_of_what_is_sent_as_ids_the_messages_are_not_sent_again() -> None:
+    app = Answers.recorded("stop_string_midtoken")
+    sent = array("i", [5, 6])
+    history = ModelRequest(model="m", messages=[*HI.messages, *LONG.messages], prompt_ids=sent)
+    async with vllm_at(app) as engine:
+        reply = await engine.complete(history, "msg_1")
+    assert app.requests[0]["kv_transfer_params"] == {"prompt_token_ids": [5, 6]}
+    assert app.requests[0]["messages"] == [{"role": "user", "content": ""}]
+    assert reply.prompt_ids != sent, "what the engine says it has read, and it read another prompt"
+
+
+async def test_both_routes_make_the_same_of_the_same_tokens() -> None:
+    requests = [
+        GO,
+        msgspec.structs.replace(GO, max_tokens=9),
+        msgspec.structs.replace(GO, sampling={"stop": ["ook"]}),
+    ]
+    async with looking() as scripted:
+        chat, generate = Vllm(scripted.url), Vllm(scripted.url, token_route="generate")
+        for request in requests:
+            fixed = msgspec.structs.replace(request, sampling={**request.sampling, "seed": 3})
+            one, other = [await each.complete(fixed, "msg_1") for each in (chat, generate)]
+            for block in (*one.blocks, *other.blocks):
+                if isinstance(block, Call):
+                    block.id = ""  # made up at each parsing
+            assert other.versions
+            other.versions = []
+            one.usage.reasoning_tokens = 0  # which the generate route does not count
+            assert one == other
+        await chat.aclose()
+        await generate.aclose()
+
+
+async def test_overflow_of_a_prompt_of_ids_needs_no_counting() -> None:
+    app = Answers(TOO_LONG)
+    sent = array("i", [1]) * 131_080
+    async with vllm_at(app) as engine:
+        try:
+            await engine.complete(msgspec.structs.replace(HI, prompt_ids=sent), "msg_1")
+        except EngineError as error:
+            raised = error
+    assert raised.kind.message.startswith("prompt is too long: 131080 tokens > 131072 maximum.")
+    assert app.paths == ["/v1/chat/completions"]
+
+
+async def test_what_is_new_is_what_a_rendering_adds_to_a_closed_one() -> None:
+    answer = {"role": "assistant", "content": "Hello."}
+    later = [*HI.messages, answer, {"role": "user", "content": "and now?"}]
+    for renders in (True, False):
+        async with ScriptedEngine(renders=renders) as scripted:
+            engine = Vllm(scripted.url)
+            await engine.probe()
+            closed = await engine.render(ModelRequest(model="m", messages=later[:2]), closed=True)
+            whole = await engine.render(ModelRequest(model="m", messages=later))
+            await engine.aclose()
+            added = whole.after(closed, less=1)
+            assert added is not None
+            assert closed.ids[:-1] + added == whole.ids
+            assert scripted.tokenizer.decode(closed.ids.tolist()).endswith("<|im_end|>\n")
+            assert scripted.tokenizer.decode(added.tolist()) == (
+                "\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
+            )
+
+
+# ---- aborts, weights ----
+
+
+async def aborted_after(
+    engine: Vllm, scripted: ScriptedEngine, tokens: int, request: ModelRequest = GO
+) -> EngineReply:
+    """What there is of an answer that was aborted after so many tokens."""
+    scripted.faults = [Fault(abort_after=tokens)]
+    with pytest.raises(EngineError, match="aborted") as raised:
+        await engine.complete(request, "msg_1")
+    assert raised.value.again
+    assert raised.value.partial is not None
+    return raised.value.partial
+
+
+@pytest.mark.parametrize("route", ["chat", "generate"])
+@pytest.mark.parametrize("tokens", [1, 3, 12, 25])
+async def test_an_aborted_answer_goes_on_and_is_parsed_as_one(
+    tokens: int, route: TokenRoute
+) -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url, token_route=route)
+        partial = await aborted_after(engine, scripted, tokens)
+        assert (len(partial.sampled_ids), partial.finish_reason) == (tokens, None)
+        whole = await engine.resume(GO, "msg_1", partial)
+        await engine.aclose()
+        rest = scripted.calls[-1]
+    assert whole.prompt_ids == partial.prompt_ids
+    assert whole.sampled_ids == partial.sampled_ids + array("i", rest.token_ids)
+    assert whole.logprobs is not None
+    assert partial.logprobs is not None
+    assert whole.logprobs == partial.logprobs + array("f", rest.logprobs)
+    assert [type(block) for block in whole.blocks] == [Reasoning, Text, Call]
+    assert (whole.finish_reason, whole.findings) == ("tool_calls", [])
+    assert whole.usage.completion_tokens == len(whole.sampled_ids)
+    assert whole.usage.prompt_tokens == len(whole.prompt_ids)
+    assert whole.notes == [f"resumed: aborted after {tokens} tokens"]
+
+
+async def test_an_aborted_stream_leaves_what_can_be_gone_on_with() -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url)
+        scripted.faults = [Fault(abort_after=12)]
+        with pytest.raises(EngineError, match="aborted") as raised:
+            # Where all of it comes at once, there is no stream to begin with.
+            stream = await engine.stream(GO, "msg_1")
+            try:
+                async for _ in stream:
+                    pass
+            finally:
+                await stream.aclose()
+        partial = raised.value.partial
+        assert partial is not None
+        whole = await engine.resume(GO, "msg_1", partial)
+        await engine.aclose()
+    assert len(partial.sampled_ids) == 12
+    assert [type(block) for block in whole.blocks] == [Reasoning, Text, Call]
+
+
+async def test_what_is_aborted_twice_has_both_parts() -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url, token_route="generate")
+        await engine.update("a", None)
+        partial = await aborted_after(engine, scripted, 4)
+        await engine.update("b", None)
+        scripted.faults = [Fault(abort_after=5)]
+        try:
+            await engine.resume(GO, "msg_1", partial)
+        except EngineError as error:
+            partial_again = error.partial
+        assert partial_again is not None
+        assert len(partial_again.sampled_ids) == 9
+        whole = await engine.resume(GO, "msg_1", partial_again)
+        await engine.aclose()
+    assert [type(block) for block in whole.blocks] == [Reasoning, Text, Call]
+    assert [(span.version, span.start, span.end) for span in whole.versions] == [
+        ("a", 0, 4),
+        ("b", 4, 9),
+        ("b", 9, len(whole.sampled_ids)),
+    ]
+
+
+async def test_a_resumed_answer_has_no_more_tokens_than_were_asked_for() -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url)
+        partial = await aborted_after(engine, scripted, 6)
+        for limit, calls in ((6, 1), (8, 2)):
+            request = msgspec.structs.replace(GO, max_tokens=limit, sampling={"min_tokens": 7})
+            whole = await engine.resume(request, "msg_1", partial)
+            assert (len(whole.sampled_ids), whole.finish_reason) == (limit, "length")
+            assert scripted.total_calls == calls
+        await engine.aclose()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"sampling": {"structured_outputs": {"choice": ["a"]}}},
+    ],
+    ids=["response format", "forced call", "grammar"],
+)
+async def test_what_a_grammar_holds_is_not_gone_on_with(fields: dict[str, Any]) -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url)
+        partial = await aborted_after(engine, scripted, 3)
+        try:
+            await engine.resume(msgspec.structs.replace(GO, **fields), "msg_1", partial)
+        except EngineError as error:
+            raised = error
+        await engine.aclose()
+    assert not raised.again
+    assert raised.kind.code == "overloaded"
+
+
+async def test_an_engine_that_goes_on_from_elsewhere_has_not_gone_on() -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url)
+        partial = await aborted_after(engine, scripted, 3)
+        scripted.ignores_token_ids = True
+        try:
+            await engine.resume(GO, "msg_1", partial)
+        except EngineError as error:
+            raised = error
+        await engine.aclose()
+    assert "did not go on with the tokens" in str(raised)
+
+
+async def test_weights_change_under_an_answer_that_stands_still() -> None:
+    async with looking() as scripted:
+        engine = Vllm(scripted.url, token_route="generate")
+        assert {span.version for span in (await engine.complete(GO, "msg_1")).versions} == {
+            "default"
+        }
+        await engine.pause("keep")
+        await engine.update("step-2", "/weights/2")
+        await engine.unpause()
+        reply = await engine.complete(GO, "msg_2")
+        await engine.aclose()
+    assert reply.versions == [VersionSpan(version="step-2", start=0, end=len(reply.sampled_ids))]
+
+
+async def test_an_update_loads_drops_and_names_in_that_order() -> None:
+    app = Answers((200, {"success": True}))
+    async with vllm_at(app) as engine:
+        await engine.update("step-2", "/weights/2")
+        await engine.update("step-3", None)
+    assert app.paths == [
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+    ]
+    assert app.requests[0] == {
+        "method": "reload_weights",
+        "kwargs": {"weights_path": "/weights/2"},
+    }
+    assert app.requests[-1] == {"new_version": "step-3"}
+
+
+async def test_a_generated_answer_that_cannot_be_parsed_is_an_error() -> None:
+    app = Instead(looking().app, {DERENDER: (400, {"error": {"message": "no parser"}})})
+    async with vllm_at(app, token_route="generate") as engine:
+        try:
+            await engine.complete(GO, "msg_1")
+        except EngineError as error:
+            raised = error
+    assert "no parser" in str(raised)

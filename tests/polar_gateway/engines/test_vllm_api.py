@@ -1,7 +1,5 @@
 from typing import Any
 
-import pytest
-
 from polar_gateway.engines.base import EngineError
 from polar_gateway.engines.vllm_api import VllmApi, outline
 from polar_gateway.testing.serve import serve
