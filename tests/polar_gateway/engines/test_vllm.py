@@ -980,18 +980,22 @@ async def test_an_aborted_answer_goes_on_and_is_parsed_as_one(
     assert whole.notes == [f"resumed: aborted after {tokens} tokens"]
 
 
+async def said_by(engine: Vllm) -> None:
+    """Raises what the stream raises, or the engine where all of it came at once."""
+    stream = await engine.stream(GO, "msg_1")
+    try:
+        async for _ in stream:
+            pass
+    finally:
+        await stream.aclose()
+
+
 async def test_an_aborted_stream_leaves_what_can_be_gone_on_with() -> None:
     async with looking() as scripted:
         engine = Vllm(scripted.url)
         scripted.faults = [Fault(abort_after=12)]
         with pytest.raises(EngineError, match="aborted") as raised:
-            # Where all of it comes at once, there is no stream to begin with.
-            stream = await engine.stream(GO, "msg_1")
-            try:
-                async for _ in stream:
-                    pass
-            finally:
-                await stream.aclose()
+            await said_by(engine)
         partial = raised.value.partial
         assert partial is not None
         whole = await engine.resume(GO, "msg_1", partial)
