@@ -19,7 +19,6 @@ import builders
 from builders.base import StrategySpec
 from builders.check import check
 from builders.records import CompletionSession, Span, Trace, Trajectory
-from polar_gateway.capture.journal import read_journal
 from polar_gateway.capture.session import read_session
 from tests.builders.world import END, END_TEXT, World, decode, render
 from tests.polar_gateway.token_world import ACTIONS, Answered, CapturedWorld, play
@@ -35,6 +34,9 @@ class Setting(NamedTuple):
     prompts: Any
     history: Any
     renders: Any
+    deaf: float
+    refers: bool
+    counts_calls: bool
 
     @contextmanager
     def world(self, *, faithful: bool = False) -> Iterator[CapturedWorld]:
@@ -52,6 +54,9 @@ class Setting(NamedTuple):
                 prompts=self.prompts,
                 history=self.history,
                 renders=self.renders,
+                deaf=self.deaf,
+                refers=self.refers,
+                counts_calls=self.counts_calls,
             )
 
 
@@ -64,6 +69,9 @@ def ways(**fixed: Any) -> st.SearchStrategy[Setting]:
         "prompts": st.sampled_from(["messages", "tokens"]),
         "history": st.sampled_from(["template", "keep"]),
         "renders": st.sampled_from(["full", "full", "suffix"]),
+        "deaf": st.sampled_from([0.0, 0.0, 0.3]),
+        "refers": st.booleans(),
+        "counts_calls": st.booleans(),
     }
     return st.builds(Setting, **{**chosen, **{key: st.just(to) for key, to in fixed.items()}})
 
@@ -101,7 +109,7 @@ def received(world: CapturedWorld, session: CompletionSession) -> dict[str, int]
 
 
 @given(way=ways(), actions=sessions, config=options)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_every_builder_trains_on_what_the_engine_sampled_and_the_harness_received(
     way: Setting, actions: list[str], config: dict[str, Any]
 ) -> None:
@@ -133,7 +141,7 @@ def test_every_builder_trains_on_what_the_engine_sampled_and_the_harness_receive
 
 
 @given(way=ways(), actions=sessions, config=options)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_drift_is_counted_exactly_where_a_token_was_sampled_in_another_context(
     way: Setting, actions: list[str], config: dict[str, Any]
 ) -> None:
@@ -154,7 +162,7 @@ def test_drift_is_counted_exactly_where_a_token_was_sampled_in_another_context(
 
 
 @given(way=ways(prompts="tokens"), actions=sessions)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_prompt_sent_as_tokens_is_the_record_and_then_what_the_messages_add_to_it(
     way: Setting, actions: list[str]
 ) -> None:
@@ -179,7 +187,7 @@ def test_a_prompt_sent_as_tokens_is_the_record_and_then_what_the_messages_add_to
 
 
 @given(way=ways(), actions=sessions)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_a_request_is_attached_to_the_answer_that_it_goes_on_from_or_marked_as_ambiguous(
     way: Setting, actions: list[str]
 ) -> None:
@@ -194,7 +202,7 @@ def test_a_request_is_attached_to_the_answer_that_it_goes_on_from_or_marked_as_a
             assert previous is not None
             assert previous.completion_id == truth.answer.completion_id
             assert completion.continued_tokens == truth.continued
-        if truth is not None and told_apart(truth.answer, world):
+        if truth is not None and (way.refers or told_apart(truth.answer, world)):
             assert not completion.ambiguous
 
 
@@ -209,15 +217,13 @@ def told_apart(answer: Answered, world: CapturedWorld) -> bool:
 
 
 @given(way=ways(), actions=sessions, share=st.floats(0, 1))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_gateway_killed_at_any_byte_leaves_every_call_whose_record_was_written(
     way: Setting, actions: list[str], share: float
 ) -> None:
     with way.world() as world:
         play(world, actions)
         data = world.journal.read_bytes()
-        header = read_journal(world.journal)
-        assert header.finding is None
         at = int(len(data) * share)
         world.journal.write_bytes(data[:at])
         session = read_session(world.journal)
@@ -261,7 +267,14 @@ def plain(completion: Any) -> dict[str, Any]:
 
 
 @given(
-    way=ways(forgets_thinking=False, spells_ends=False, repeats_itself=False, renders="full"),
+    way=ways(
+        forgets_thinking=False,
+        spells_ends=False,
+        repeats_itself=False,
+        renders="full",
+        deaf=0.0,
+        counts_calls=True,
+    ),
     actions=st.lists(st.sampled_from(["turn", "cut", "ended_otherwise", "retry"]), min_size=1),
 )
 @settings(deadline=None, max_examples=50)

@@ -123,10 +123,15 @@ class CapturedWorld:
         prompts: Mode,
         history: Any = "template",
         renders: Renders = "full",
+        deaf: float = 0.0,
+        refers: bool = False,
+        counts_calls: bool = True,
     ) -> None:
+        """`deaf`: how often the engine reads its own rendering in place of the ids it is sent;
+        `refers`: the harness says of each answer whose it is; `counts_calls`: no two calls of the
+        session have the same id."""
         self.words = words
         self.random = words.random
-        self.forgets = words.forgets_thinking
         self.journal = folder / "session.journal"
         self.capture = SessionCapture(
             session_id="s1",
@@ -147,13 +152,14 @@ class CapturedWorld:
             end_of_turn_ids=[END, OTHER_END],
             end_of_turn_texts=[END_TEXT, "<|other_end|>"],
         )
-        self.tools: list[Message] | None = [EDIT]
+        self.tools = [EDIT]
         self.asked = 0
         self.answers: dict[str, Answered] = {}
         self.continues: dict[str, Mark | None] = {}
         """Completion -> what its request truly goes on from."""
-        self.deaf = 0.0
-        """How often the engine reads its own rendering in place of the ids that it is sent."""
+        self._deaf = deaf
+        self._refers = refers
+        self._counts_calls = counts_calls
 
     # One call
 
@@ -164,6 +170,10 @@ class CapturedWorld:
         request = ModelRequest(
             model="toy", messages=[dict(each) for each in thread.messages], tools=self.tools
         )
+        if self._refers:
+            request.answers = {
+                mark.messages - 1: mark.answer.completion_id for mark in thread.marks
+            }
         request = self.capture.restored(request)
         record = self.capture.open(
             request,
@@ -176,7 +186,7 @@ class CapturedWorld:
         self.continues[name] = next(heads, None)
         engine: Any = self._engine
         request = anyio.run(self._prompter.compose, request, record, engine, self._probe)
-        if request.prompt_ids is not None and self.random.random() >= self.deaf:
+        if request.prompt_ids is not None and self.random.random() >= self._deaf:
             return Asked(record, request, request.prompt_ids.tolist())
         read = self._engine.read(request)
         request = self._prompter.instead(request, array("i", read), record) or request
@@ -196,6 +206,8 @@ class CapturedWorld:
         engine fails in the middle of it; `told`: the share of it that the harness receives."""
         number = int(asked.record.completion_id.removeprefix("msg_"), 16)
         said = self.words.say(number)
+        if not self._counts_calls:
+            said["tool_calls"] = [{**call, "id": "call_0"} for call in said.get("tool_calls", ())]
         sampled = [*self.words._cut(body(said)), end]
         if cut or breaks:
             sampled = sampled[: max(1, self.random.randrange(len(sampled)))]
@@ -403,13 +415,8 @@ def play(world: CapturedWorld, actions: list[str]) -> None:
             case "title":
                 world.call(Thread([{"role": "user", "content": "a title"}]), kind="title")
             case "tools":
-                world.tools = chance.choice(
-                    [
-                        None,
-                        [EDIT],
-                        [EDIT, {"type": "function", "function": {"name": f"tool{number}"}}],
-                    ]
-                )
+                more = {"type": "function", "function": {"name": f"tool{number}"}}
+                world.tools = chance.choice([[EDIT], [EDIT, more]])
             case "unsound":
                 answer = world.call(thread, findings=("logprobs_missing",))
                 threads[at] = world.follow(thread, answer)
