@@ -166,7 +166,7 @@ class Prompter:
         wanted = [_Wanted(_first(request, known), closed=True), _Wanted(request)]
         calls = bool(request.messages[known - 1].get("tool_calls"))
         if calls not in self._closings:
-            wanted += _small(request, _some_answer(calls), [])
+            wanted += _small(request, _some_answer(calls))
         closed, followed, *small = await _renderings(engine, wanted)
         if small:
             frame = _frame(small)
@@ -200,15 +200,13 @@ async def _added_past_markup(
 ) -> Ids | None:
     """What the request adds, where only the template's markup of a last turn stands in between."""
     answer, new = request.messages[known - 1], request.messages[known:]
-    last = _small(request, answer, [])
+    last = _small(request, answer)
     earlier = _small(request, answer, _alike(new))
     renderings = await _renderings(engine, [*last, *earlier])
     small, gone_on = _frame(renderings[:2]), _frame(renderings[2:])
     ends = probe.end_of_turn_ids
-    if small is None or gone_on is None:
-        return None
-    small_closing, following = small.closing(ends), gone_on.following(ends)
-    if small_closing is None or following is None:
+    small_closing, following = small and small.closing(ends), gone_on and gone_on.following(ends)
+    if small is None or gone_on is None or small_closing is None or following is None:
         return None
     return added_past_markup(
         closed.ids[: len(closed.ids) - closing],
@@ -297,19 +295,25 @@ def _first(request: ModelRequest, known: int) -> ModelRequest:
     return msgspec.structs.replace(request, messages=request.messages[:known])
 
 
-def _small(request: ModelRequest, answer: Message, new: Sequence[Message]) -> list[_Wanted]:
+def _small(
+    request: ModelRequest, answer: Message, new: Sequence[Message] | None = None
+) -> list[_Wanted]:
     """Two small conversations that go on with `new` after an answer of the same form as `answer`,
-    and differ in its words alone; closed where nothing is new."""
+    or end with it and are closed, and differ in its words alone."""
     return [
         _Wanted(
             msgspec.structs.replace(
                 request,
-                messages=[{"role": "user", "content": "Go on."}, _worded(answer, word), *new],
+                messages=[
+                    {"role": "user", "content": "Go on."},
+                    _worded(answer, word),
+                    *(new or ()),
+                ],
                 tools=None,
                 tool_choice=None,
                 response_format=None,
             ),
-            closed=not new,
+            closed=new is None,
         )
         for word in ("this", "that")
     ]

@@ -364,6 +364,53 @@ async def test_there_an_answer_that_spells_an_end_of_turn_is_never_cut_at_it(
     ]
 
 
+def raising(condition: str) -> tuple[str, str]:
+    """A template that renders less."""
+    return "{%- if not messages -%}", f"{{%- if not messages or ({condition}) -%}}"
+
+
+NO_SMALL = raising("messages[0].content == 'Go on.'")
+NONE_CLOSED = raising("not add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("change", "renders", "why"),
+    [
+        (NO_SMALL, "full", "the template does not show where an answer ends"),
+        (NO_SMALL, "suffix", "the engine does not render what it adds apart from the rest"),
+        (NONE_CLOSED, "full", "the engine does not render what comes before the answer"),
+    ],
+)
+async def test_what_a_template_does_not_show_is_not_made_up(
+    tmp_path: Path, change: tuple[str, str], renders: Any, why: str
+) -> None:
+    talk = Talk(tmp_path, changed_template(tmp_path, *change))
+    talk.probe.renders = renders
+    said = await talk.say([ASK], "I look.")
+    await talk.say(said.then(MORE), "I see.")
+    assert (talk.last.mode, talk.last.notes) == ("messages", [f"asked with messages: {why}"])
+
+
+@pytest.mark.parametrize("renders", ["full", "suffix"])
+async def test_an_end_of_turn_that_is_not_the_templates_is_not_taken_for_it(
+    talk: Talk, renders: Any
+) -> None:
+    talk.probe.renders = renders
+    talk.probe.end_of_turn_ids = [talk.tokenizer.id_of("<|endoftext|>")]
+    said = await talk.say([ASK], "I look.")
+    await talk.say(said.then(MORE), "I see.")
+    assert talk.last.mode == "messages"
+    assert talk.last.notes[0].startswith("asked with messages: the ")
+
+
+@pytest.mark.parametrize("renders", ["full", "suffix"])
+async def test_nothing_new_behind_an_answer_begins_another(talk: Talk, renders: Any) -> None:
+    talk.probe.renders = renders
+    said = await talk.say([ASK], "I look.")
+    _, sent = await talk.ask(said.then())
+    assert talk.new(sent, said) == f"\n{NEXT}"
+
+
 # ---- templates that drop or add reasoning ----
 
 
