@@ -2,7 +2,8 @@
 # A real vLLM on CPU with a tiny random model that speaks a script: for tests and `make demo ENGINE=vllm`.
 #
 #   scripts/vllm.sh install              a virtual environment with vLLM (about 500 MB down, 2.2 GB on disk)
-#   scripts/vllm.sh model                the tiny model, from the repository's tokenizer and chat template
+#   scripts/vllm.sh model                the tiny model, from the repository's tokenizer and chat template,
+#                                        and another one, with other weights to be swapped in
 #   scripts/vllm.sh serve PORT SCRIPT    installs and makes what is missing, then serves in the foreground
 #   scripts/vllm.sh stop                 ends the server that `serve` started
 #
@@ -59,10 +60,11 @@ make_model() {
     wanted=$(cat "$TINY"/{tokenizer.json,chat_template.jinja,make_model.py} | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     SECONDS=0
-    rm -rf "$HOME_DIR/model" "$stamp"
+    rm -rf "$HOME_DIR/model" "$HOME_DIR/other-model" "$stamp"
     HF_HUB_OFFLINE=1 "$VENV/bin/python" "$TINY/make_model.py" "$HOME_DIR/model" >&2
+    HF_HUB_OFFLINE=1 "$VENV/bin/python" "$TINY/make_model.py" "$HOME_DIR/other-model" 7 >&2
     echo "$wanted" >"$stamp"
-    say "made the tiny model in $SECONDS s: $HOME_DIR/model"
+    say "made the tiny models in $SECONDS s: $HOME_DIR/model, $HOME_DIR/other-model"
 }
 
 serve() {
@@ -76,7 +78,7 @@ serve() {
     local -a options=(
         --served-model-name tiny --host 127.0.0.1 --port "$port"
         --dtype float32                   # exact enough to recompute log probabilities
-        --enforce-eager --max-num-seqs 8 --max-model-len 131072
+        --enforce-eager --max-num-seqs 16 --max-model-len 131072
         --max-num-batched-tokens 131072   # never chunked: a seeded request with a chunked prompt kills the engine on CPU
         --enable-scale-out --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3
         --logits-processors polar_gateway.testing.tiny_model.scripted_logits:ScriptedLogits

@@ -1,6 +1,6 @@
 """Make a tiny Qwen3 with random weights, the repository's tokenizer and its chat template.
 
-    python make_model.py OUT
+    python make_model.py OUT [SEED]
 
 Runs where vLLM is installed (torch, transformers). The weights are seeded: the same versions make
 the same model, 2.5 MB of it.
@@ -22,7 +22,7 @@ SEED = 20_240_607
 CONTEXT = 131_072
 
 
-def make(out: Path) -> None:
+def make(out: Path, seed: int) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(HERE / "tokenizer.json"),
         eos_token="<|im_end|>",
@@ -36,7 +36,7 @@ def make(out: Path) -> None:
     if len(tokenizer) % 64:
         raise ValueError("vLLM pads the vocabulary to a multiple of 64 with ids that are no token")
     end_of_turn, end_of_text = tokenizer.eos_token_id, tokenizer.pad_token_id
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -65,4 +65,4 @@ def make(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else SEED)
