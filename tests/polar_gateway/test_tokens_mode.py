@@ -1,5 +1,6 @@
 """Tokens mode with the scripted engine: what a real vLLM does as well, and what it cannot be made to."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 from polar_gateway.backends import BackendRefusedError
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Step
+from tests.polar_gateway.gateway import turns
+from tests.polar_gateway.test_proxy import connected, loop_turns, until
 from tests.polar_gateway.tokens_mode import (
     MORE,
     MORE_TEXT,
     NO_THINKING,
     SCENARIOS,
     THINKING,
+    assembled,
     result_text,
     says,
     talking,
@@ -121,3 +125,37 @@ async def test_an_engine_that_renders_no_reasoning_is_told_what_is_new_by_a_smal
             await talk.ask(user("GO"))
             await talk.ask(MORE)
             assert (talk.last.mode, talk.last.findings) == ("tokens", ["history_kept"])
+
+
+async def test_a_harness_goes_on_from_the_part_of_an_answer_that_it_received(
+    tmp_path: Path,
+) -> None:
+    script = says(Step(say="one two three four five six seven eight nine ten"))
+    async with (
+        ScriptedEngine(script) as engine,
+        talking(tmp_path, engine.url) as talk,
+    ):
+        engine.hold(after=8)
+        messages = [user("GO")]
+        body = {"model": "m", "messages": messages, "tools": talk.tools, "stream": True}
+        data = json.dumps({**body, **NO_THINKING}).encode()
+        reader, writer = await connected(talk, "/v1/chat/completions", data, len(data))
+        await until(lambda: [call.sent_tokens for call in turns(engine)] == [8])
+        await loop_turns()
+        writer.write_eof()
+        said = b"".join([part async for part in reader]).decode()
+        writer.close()
+        engine.release()
+        await until(lambda: len(talk.completions) == 1)
+        part = assembled(said)["content"]
+        talk.messages = [*messages, {"role": "assistant", "content": part}]
+        await talk.ask(MORE, **NO_THINKING)
+        first, second = talk.completions
+        assert (second.attached, second.mode) == ("half_delivered", "tokens")
+        assert second.continued_tokens == first.delivered_tokens
+        assert second.continued_tokens is not None
+        known = first.prompt_ids + first.sampled_ids[: second.continued_tokens]
+        assert talk.tokenizer.decode(known.tolist()).endswith(part)
+        new = second.prompt_ids[len(known) :].tolist()
+        assert second.prompt_ids[: len(known)] == known
+        assert talk.tokenizer.decode(new) == (f"<|im_end|>\n{MORE_TEXT}<think>\n\n</think>\n\n")
