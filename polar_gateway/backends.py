@@ -20,7 +20,7 @@ from polar_gateway.config import BackendConfig, InferenceConfig
 from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines import open_engine
 from polar_gateway.engines.base import Engine, EngineError, EngineProbe, PauseMode
-from polar_gateway.policy_versions import Weights
+from polar_gateway.policy_versions import Weights, named
 from polar_gateway.prompts import unable
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class BackendStatus(msgspec.Struct, kw_only=True):
     inflight: int
     policy_version: str | None
     version_in_doubt: bool
-    """Whether an update failed, so that nobody knows which weights it has."""
+    """Whether nobody knows which weights it has: an update failed, or it was started anew."""
 
 
 class BackendReport(BackendStatus, kw_only=True):
@@ -95,7 +95,7 @@ class Backend:
         self.base_url = base_url
         self.engine = engine
         self.probe = probe
-        self.weights = Weights()
+        self.weights = Weights(named(probe.weight_version))
         self.healthy = True
         self.failure = ""
         self.draining = False
@@ -116,6 +116,12 @@ class Backend:
     @property
     def open(self) -> bool:
         return self.pause_mode is None and not self.updating
+
+    def doubt_weights(self) -> None:
+        """They may have become others since they were named."""
+        if not self.weights.in_doubt:
+            version, changes, _ = self.weights
+            self.weights = Weights(version, changes + 1, in_doubt=True)
 
     def change(self) -> None:
         """Let all who wait for it look again."""
@@ -188,6 +194,15 @@ def unlike(probe: EngineProbe, first: EngineProbe) -> list[str]:
     if first.resumes and not probe.resumes:
         problems.append("it cannot go on with an aborted answer, as the others can")
     return problems
+
+
+def other_weights(probe: EngineProbe, backend: Backend) -> str:
+    """Why a backend that came back is not what it was: an engine that was started anew has the
+    weights that it was started with. Empty where nothing speaks for that."""
+    known, has = backend.weights.version, probe.weight_version
+    if "update" not in probe.controls or known is None or has in (None, known):
+        return ""
+    return f"its weights are {has!r}, not {known!r}, as after a restart; update it"
 
 
 class Lease:
@@ -396,6 +411,9 @@ class Backends:
             try:
                 probe = await backend.engine.probe()
                 why = "; ".join(unlike(probe, backend.probe))
+                if restarted := other_weights(probe, backend):
+                    why = why or restarted
+                    backend.doubt_weights()
             except EngineError as error:
                 why = str(error)
         if why != backend.failure:
@@ -497,8 +515,7 @@ async def _resume(backend: Backend) -> None:
 
 
 async def _update(backend: Backend, update: WeightUpdate) -> None:
-    weights = backend.weights
-    backend.weights = Weights(weights.version, weights.changes + 1, in_doubt=True)
+    backend.doubt_weights()
     backend.updating = True
     backend.change()
     why = f"it took longer than {update.timeout_seconds:g} s"
@@ -506,7 +523,7 @@ async def _update(backend: Backend, update: WeightUpdate) -> None:
         with anyio.move_on_after(update.timeout_seconds):
             if "update" in backend.probe.controls:
                 await backend.engine.update(update.policy_version, update.weights_path)
-            backend.weights = Weights(update.policy_version, weights.changes + 1)
+            backend.weights = Weights(update.policy_version, backend.weights.changes + 1)
             return
     except EngineError as error:
         why = str(error)

@@ -25,6 +25,11 @@ class Weights(NamedTuple):
     """Whether an update is on its way or has failed, so that they may be others."""
 
 
+def named(version: str | None) -> str | None:
+    """What an engine calls its weights, where somebody has named them."""
+    return None if version == UNNAMED else version
+
+
 class Leg(NamedTuple):
     """A run of an answer's tokens that one call of an engine brought."""
 

@@ -132,6 +132,8 @@ class EngineProbe(msgspec.Struct, kw_only=True):
     """Whether it moves KV caches between servers: the chat token route is that mechanism's then."""
     weight_versions: bool = False
     """Whether it can say which weights sampled which token."""
+    weight_version: str | None = None
+    """What it calls its weights now, where it says so."""
     resumes: bool = False
     """Whether an aborted answer can be gone on with, parsed as one whole."""
     controls: list[str] = []

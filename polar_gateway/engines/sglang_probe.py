@@ -58,7 +58,8 @@ class _Probe:
             await self._ends_of_turns()
             await self._logprobs()
             await self._token_route(reply)
-            found.weight_versions = bool(reply.versions)
+            if reply.versions:
+                found.weight_versions, found.weight_version = True, reply.versions[-1].version
             await self._resumes()
         await self._controls()
         self._remark()

@@ -268,7 +268,8 @@ class _Probe:
                 found.notes.append(f"token route {route}: it did not read the ids that were sent")
                 continue
             found.token_routes.append(route)
-            found.weight_versions = found.weight_versions or bool(echoed.versions)
+            if echoed.versions:
+                found.weight_versions, found.weight_version = True, echoed.versions[-1].version
         found.token_routes.sort(key=lambda route: route != engine.token_route)
         if engine.token_route == "generate" and "generate" not in found.token_routes:
             found.problems.append(

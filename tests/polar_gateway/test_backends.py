@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from builders.records import TokenNode
@@ -38,7 +39,8 @@ FAILED = EngineError(
 class ObedientEngine:
     """Samples nothing; does as it is told, and remembers it."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: EngineProbe) -> None:
+        self.found = found
         self.orders: list[object] = []
         self.fails = False
         self.obeys: anyio.Event | None = None
@@ -54,7 +56,7 @@ class ObedientEngine:
 
     async def probe(self) -> EngineProbe:
         await self._obey("probe")
-        return EngineProbe(engine="obedient", model="tiny")
+        return self.found
 
     async def complete(
         self, request: ModelRequest, request_id: str, after: TokenNode | None = None
@@ -101,7 +103,7 @@ class ObedientEngine:
 def backend(name: str, *, controls: list[str] | None = None, **probe: Any) -> Backend:
     known = ["pause", "abort", "update"] if controls is None else controls
     found = EngineProbe(engine="obedient", model="tiny", controls=known, **probe)
-    return Backend(name, f"http://{name}", ObedientEngine(), found)
+    return Backend(name, f"http://{name}", ObedientEngine(found), found)
 
 
 def engine_of(backend: Backend) -> ObedientEngine:
@@ -197,7 +199,6 @@ def test_new_sessions_go_to_those_that_are_well_and_open() -> None:
 
 async def test_a_backend_that_failed_is_looked_at_until_it_is_well() -> None:
     backends, made = three()
-    made[0].probe = EngineProbe(engine="obedient", model="tiny")
     engine = engine_of(made[0])
     engine.fails = True
     async with anyio.create_task_group() as group:
@@ -219,7 +220,7 @@ async def test_a_backend_that_failed_is_looked_at_until_it_is_well() -> None:
 
 async def test_a_backend_that_came_back_as_another_is_not_well() -> None:
     backends, made = three()
-    made[0].probe = EngineProbe(engine="obedient", model="other")
+    engine_of(made[0]).found = EngineProbe(engine="obedient", model="other")
     async with anyio.create_task_group() as group:
         group.start_soon(backends.watch, 0.01)
         backends.suspect(made[0], "it broke")
@@ -227,6 +228,30 @@ async def test_a_backend_that_came_back_as_another_is_not_well() -> None:
             await made[0].changed()
         assert not made[0].healthy
         group.cancel_scope.cancel()
+
+
+async def test_a_backend_that_came_back_with_other_weights_waits_for_an_update() -> None:
+    backends, made = three()
+    await backends.update(WeightUpdate(policy_version="7"))
+    engine = engine_of(made[0])
+    engine.found = msgspec.structs.replace(made[0].probe, weight_version="default")
+    async with anyio.create_task_group() as group:
+        group.start_soon(backends.watch, 0.01)
+        backends.suspect(made[0], "it broke")
+        while "as after a restart" not in made[0].failure:
+            await made[0].changed()
+        assert made[0].weights.in_doubt
+        await backends.update(WeightUpdate(policy_version="7", backend="a"))
+        engine.found = msgspec.structs.replace(made[0].probe, weight_version="7")
+        while not made[0].healthy:
+            await made[0].changed()
+        assert not made[0].weights.in_doubt
+        group.cancel_scope.cancel()
+
+
+def test_weights_that_the_engine_has_a_name_for_have_it_from_the_start() -> None:
+    assert backend("a", weight_version="step-7").weights.version == "step-7"
+    assert backend("a", weight_version="default").weights.version is None
 
 
 # ---- leaving ----
@@ -399,7 +424,7 @@ async def test_an_update_names_the_weights_of_all_or_of_one() -> None:
     await backends.update(WeightUpdate(policy_version="8", backend="b"))
     assert [each.weights.version for each in made] == ["7", "8", "7"]
     assert engine_of(made[1]).orders == [("update", "7", "/w"), ("update", "8", None)]
-    assert [each.weights.changes for each in made] == [1, 2, 1]
+    assert [each.weights.changes for each in made] == [2, 4, 2]
 
 
 async def test_no_call_begins_while_weights_are_loaded() -> None:
@@ -420,7 +445,7 @@ async def test_no_call_begins_while_weights_are_loaded() -> None:
         with pytest.raises(BackendRefusedError, match="being updated already"):
             await backends.update(WeightUpdate(policy_version="8"))
         loading.set()
-    assert began == [Weights("7", 1)]
+    assert began == [Weights("7", 2)]
 
 
 async def test_an_update_that_takes_too_long_has_failed() -> None:
