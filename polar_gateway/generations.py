@@ -260,9 +260,9 @@ class Generation:
         return False
 
     async def _hear(self, listener: Listener, events: Sequence[TurnEvent]) -> None:
-        tokens = self._tokens
+        tokens, told = self._tokens, len(self._said)
         if await listener.hear(events, self._prompt_tokens):
-            self.record.delivered_tokens = max(self.record.delivered_tokens, tokens)
+            self.record.heard(tokens, self._said, told)
 
     async def _conclude(self, listener: Listener, turn: Turn) -> bool:
         delivered = await listener.conclude(turn)

@@ -22,7 +22,8 @@ from harness_adapters import npm
 from harness_adapters.base import HarnessAdapter
 from polar_gateway import recovery, runtimes
 from polar_gateway.backends import BackendRefusedError, Backends, open_backends
-from polar_gateway.capture.journal import CaptureError
+from polar_gateway.capture.answers import AnswerCache
+from polar_gateway.capture.journal import CaptureError, Syncer
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import NodeConfig
 from polar_gateway.lifecycle import Stage
@@ -83,6 +84,8 @@ class Node:
         self.parts = parts
         self.backends = backends
         self.closing = False
+        self._answers = AnswerCache()
+        self._syncer = Syncer() if parts.config.journal.fsync else None
         self._changed = anyio.Event()
         self._sessions = sessions
         self._undelivered = undelivered
@@ -157,6 +160,9 @@ class Node:
             metadata=metadata,
             policy_version=_policy_version(metadata),
             end_of_turn_ids=self.parts.probe.end_of_turn_ids,
+            end_of_turn_texts=self.parts.probe.end_of_turn_texts,
+            answers=self._answers,
+            syncer=self._syncer,
         )
 
     def _check(self, dispatch: SessionDispatchRequest) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from builders.records import CompletionSession
 from polar_gateway import stages
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from polar_gateway.errors import BoundaryError, Failure, boundary
 from polar_gateway.protocol import Finding, SessionDispatchRequest, SessionResult
 from polar_gateway.runtimes.trees import remove_tree

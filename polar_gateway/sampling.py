@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from builders.records import Floats, Ids
-from polar_gateway.backends import Backend, Lease
+from polar_gateway.backends import Admitted, Backend, Lease
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.continuation import OtherwiseToldError, rest_of
 from polar_gateway.dialects.turn import (
@@ -191,7 +191,7 @@ class Sampler:
             reply = await self._answer()
             if self._partial is not None and generation.said:
                 unsaid = self._untold(reply)
-            self._keep(reply)
+            await self._keep(reply)
         except (EngineError, CaptureError) as error:
             generation.refuse(self._failed(error))
             return
@@ -204,30 +204,32 @@ class Sampler:
         """The whole answer, however many tries, backends and pauses it takes."""
         patience = Patience(self._patience)
         while True:
+            failure: EngineError | None = None
             came = time.monotonic()
-            try:
-                async with self._lease.call() as backend:
-                    patience.forgive(time.monotonic() - came)
-                    try:
-                        return await self._leg(backend)
-                    except EngineError as error:
-                        partial = error.partial
-                        if partial is None:
-                            raise
-                        if partial.sampled_ids:
-                            self._go_on_with(partial)
-                            if not backend.probe.resumes:
-                                raise
-                        elif backend.open:
-                            await patience.wait(error)
-            except EngineError as error:
-                if self._streaming or error.partial is not None:
-                    raise
-                await patience.wait(error, moved=error.again and self._lease.failed(error))
+            async with self._lease.call() as call:
+                patience.forgive(time.monotonic() - came)
+                try:
+                    return await self._leg(call)
+                except EngineError as error:
+                    failure = error
+            if failure is None:
+                continue
+            if failure.partial is not None and failure.partial.sampled_ids:
+                self._go_on_with(failure.partial)
+                if not call.backend.probe.resumes:
+                    raise failure
+            elif self._streaming:
+                raise failure
+            elif failure.partial is None:
+                moved = failure.again and self._lease.failed(failure)
+                await patience.wait(failure, moved=moved)
+            elif call.backend.open:
+                await patience.wait(failure)
 
-    async def _leg(self, backend: Backend) -> EngineReply:
+    async def _leg(self, call: Admitted) -> EngineReply:
         """What one call of the engine brings, up to the end of the answer."""
-        engine, request = backend.engine, await self._prompted(backend)
+        backend, engine = call.backend, call.backend.engine
+        request = await self._prompted(backend)
         request_id, after = self._record.completion_id, self._record.after
         self._record.backend = backend.name
         self._leg_now = OpenLeg(backend, self._partial)
@@ -237,7 +239,8 @@ class Sampler:
             stream = await engine.stream(request, request_id, after)
             if self._misread(stream.prompt_ids):
                 await stream.aclose()
-                return await self._leg(backend)
+                return await self._leg(call)
+            call.begun()
             self._streaming = True
             try:
                 reply = await self._streamed(stream, self._leg_now)
@@ -246,7 +249,7 @@ class Sampler:
         else:
             reply = await engine.complete(request, request_id, after)
             if self._misread(reply.prompt_ids):
-                return await self._leg(backend)
+                return await self._leg(call)
         return self._stamped(reply)
 
     async def _prompted(self, backend: Backend) -> ModelRequest:
@@ -281,6 +284,7 @@ class Sampler:
                     ends_call = True
             if ends_call:
                 record.append()
+                await record.durable()
             await self._generation.say(events, stream, self._listener)
         return stream.reply
 
@@ -312,9 +316,11 @@ class Sampler:
             raise EngineError(RETOLD, infra=True, message=f"{RETOLD.message}: {error}") from error
         return events
 
-    def _keep(self, reply: EngineReply) -> None:
+    async def _keep(self, reply: EngineReply) -> None:
         """Make the record durable."""
+        await self._record.keep(reply.tensors)
         self._record.close(reply, sent_sampling(self._request))
+        await self._record.durable()
         self._session.engine_failure = None
 
     def _failed(self, error: EngineError | CaptureError) -> ErrorKind:

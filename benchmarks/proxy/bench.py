@@ -14,7 +14,7 @@ from benchmarks.proxy.gateway import journal
 from benchmarks.proxy.process import OTHER_CORE, Server, pin
 from benchmarks.proxy.servers import PATHS, Heard, Servers, call, servers
 from benchmarks.report import BrokenBenchError, Line, progress
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 
 TURNS = {SMALL.name: 5, LARGE.name: 3}
 CROWD = "proxy/sessions350"

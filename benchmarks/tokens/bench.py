@@ -24,7 +24,7 @@ from builders.base import StrategySpec
 from builders.records import Mode
 from harness_adapters.base import AgentSpec
 from polar_gateway import recovery, stages
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from polar_gateway.garbage import collect_rarely
 from polar_gateway.protocol import SessionDispatchRequest
 

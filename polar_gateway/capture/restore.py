@@ -8,14 +8,26 @@ meaning is its own words and stays.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from builders.records import Completion
+from builders.records import AttachLevel
+from polar_gateway.dialects.messages import assistant_message
+from polar_gateway.dialects.turn import BlockDelta, BlockEnd, BlockStart, TurnEvent
 
 AMBIGUOUS = "ambiguous echo"
 """Noted where an echo may be that of several answers that are not the same."""
+
+
+LEVELS: tuple[AttachLevel, ...] = get_args(AttachLevel)
+
+UNDECLARED_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Edit": {"replace_all": False},
+    "edit": {"replaceAll": False, "replace_all": False},
+}
+"""By tool: defaults that harnesses add or drop although no schema of theirs declares them, of
+Claude Code, and of opencode and Qwen Code. One that is declared counts instead."""
 
 
 class Restoration(NamedTuple):
@@ -25,13 +37,17 @@ class Restoration(NamedTuple):
     """What came back, one short phrase each; empty when the echo is identical."""
     call_ids: tuple[tuple[str, str], ...] = ()
     """The echo's id of a call and the answer's, where they differ."""
+    level: AttachLevel = "exact"
+    """The weakest of the differences."""
 
 
 class Candidate(NamedTuple):
     """An answer that an echo means the same as, and the evidence beside that."""
 
-    completion: Completion
-    restoration: Restoration
+    answer: dict[str, Any]
+    delivered: bool
+    arrived: int
+    """The place of its call in the order of arrival."""
     in_place: bool
     """It was said after the same messages."""
     goes_on: bool
@@ -46,22 +62,55 @@ class Choice(NamedTuple):
 
 
 def choose(candidates: Sequence[Candidate]) -> Choice:
-    """The answer with the most evidence, and of several the latest delivered one."""
-    chosen = max(candidates, key=_evidence)
-    rivals = [
-        each
-        for each in candidates
-        if (each.in_place, each.goes_on) == (chosen.in_place, chosen.goes_on)
-    ]
-    said = chosen.completion.response_message
+    """The answer with the most evidence, and of several the latest."""
+    chosen = max(candidates, key=lambda each: (_evidence(each), each.arrived))
     return Choice(
-        candidates.index(chosen), any(each.completion.response_message != said for each in rivals)
+        candidates.index(chosen),
+        any(
+            _evidence(each) == _evidence(chosen) and each.answer != chosen.answer
+            for each in candidates
+        ),
     )
 
 
-def _evidence(candidate: Candidate) -> tuple[bool, bool, bool, int]:
-    completion = candidate.completion
-    return candidate.in_place, candidate.goes_on, completion.delivered, completion.index
+def _evidence(candidate: Candidate) -> tuple[bool, bool, bool]:
+    return candidate.in_place, candidate.goes_on, candidate.delivered
+
+
+class Part(NamedTuple):
+    """How far an answer was delivered."""
+
+    reasoning: int
+    """Characters."""
+    text: int
+    """Characters."""
+    calls: int
+    """Whole ones."""
+
+    def of(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """That part of the answer, as a harness keeps it."""
+        return assistant_message(
+            answer["content"][: self.text],
+            answer.get("reasoning_content", "")[: self.reasoning],
+            answer.get("tool_calls", [])[: self.calls],
+        )
+
+
+def told(events: Sequence[TurnEvent]) -> Part | None:
+    """How far an answer was told by these first events of it; None where that ends inside a call,
+    of which a harness keeps nothing."""
+    reasoning = text = calls = 0
+    inside = ""
+    for event in events:
+        if isinstance(event, BlockStart):
+            inside = event.kind
+        elif isinstance(event, BlockDelta):
+            reasoning += len(event.text) if inside == "reasoning" else 0
+            text += len(event.text) if inside == "text" else 0
+        elif isinstance(event, BlockEnd):
+            calls += inside == "call"
+            inside = ""
+    return None if inside == "call" else Part(reasoning, text, calls)
 
 
 def restoration(
@@ -72,15 +121,18 @@ def restoration(
     `tools` are those of the request, whose schemas say which arguments are defaults.
     """
     notes: list[str] = []
+    levels: list[AttachLevel] = ["exact"]
     if echo["content"] != answer["content"]:
         if not _equal_stripped(echo["content"], answer["content"]):
             return None
         notes.append("white space restored")
+        levels.append("white_space")
     said, thought = echo.get("reasoning_content", ""), answer.get("reasoning_content", "")
     if said != thought:
         if said.strip() and not _equal_stripped(said, thought):
             return None
         notes.append("reasoning restored")
+        levels.append("reasoning_restored")
     calls, answered = echo.get("tool_calls", ()), answer.get("tool_calls", ())
     if len(calls) != len(answered):
         return None
@@ -90,14 +142,18 @@ def restoration(
         if function["name"] != called["name"]:
             return None
         if function["arguments"] != called["arguments"]:
-            if not _same_arguments(function["arguments"], called["arguments"], called, tools):
+            level = _same_arguments(function["arguments"], called["arguments"], called, tools)
+            if level is None:
                 return None
             notes.append("arguments restored")
+            levels.append(level)
         if call["id"] != original["id"]:
             call_ids.append((call["id"], original["id"]))
     if call_ids:
         notes.append("call ids restored")
-    return Restoration(tuple(dict.fromkeys(notes)), tuple(call_ids))
+        levels.append("arguments_respelt")
+    weakest = max(levels, key=LEVELS.index)
+    return Restoration(tuple(dict.fromkeys(notes)), tuple(call_ids), weakest)
 
 
 def _equal_stripped(one: Any, other: Any) -> bool:
@@ -106,13 +162,18 @@ def _equal_stripped(one: Any, other: Any) -> bool:
 
 def _same_arguments(
     one: str, other: str, function: dict[str, Any], tools: list[dict[str, Any]] | None
-) -> bool:
-    """Whether two argument texts mean the same JSON, give or take the tool's defaults. Texts that
-    are no JSON mean what they say, so they are the same only if they are equal."""
+) -> AttachLevel | None:
+    """Whether two argument texts mean the same JSON, and whether it took the tool's defaults to say
+    so. Texts that are no JSON mean what they say, so they are the same only if they are equal."""
+    name = function["name"]
     try:
-        return _same_value(_parsed(one), _parsed(other), _schema(function["name"], tools or ()))
+        values = _parsed(one), _parsed(other)
+        if _same_value(*values, {}):
+            return "arguments_respelt"
+        schema = _with_undeclared(name, _schema(name, tools or ()))
+        return "default_arguments" if _same_value(*values, schema) else None
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _parsed(arguments: str) -> Any:
@@ -123,6 +184,22 @@ def _parsed(arguments: str) -> Any:
 def _schema(name: str, tools: Iterable[dict[str, Any]]) -> Any:
     functions = (tool["function"] for tool in tools)
     return next((each.get("parameters") for each in functions if each.get("name") == name), None)
+
+
+def _with_undeclared(name: str, schema: Any) -> Any:
+    """The schema, with what is known of its tool's defaults beside what it declares."""
+    undeclared = UNDECLARED_DEFAULTS.get(name)
+    if undeclared is None:
+        return schema
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        properties = {field: {} for field in undeclared}  # the tool is no longer offered
+    known = {
+        field: {"default": default, **properties[field]}
+        for field, default in undeclared.items()
+        if isinstance(properties.get(field), dict)
+    }
+    return {"properties": {**properties, **known}}
 
 
 def _same_value(one: Any, other: Any, schema: Any) -> bool:

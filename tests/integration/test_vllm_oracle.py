@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from builders.records import CompletionSession, Mode, Trace
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from polar_gateway.testing.script import Script, ScriptFile
 from tests.integration.conftest import DEMO, HARNESSES, SHELL_TOOL, part_of
 from tests.integration.vllm_server import CACHE, VllmServer

@@ -9,7 +9,7 @@ import pytest
 
 from builders.records import Completion, Trace
 from harness_adapters import npm
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Call, Fault, ScriptedEngine

@@ -141,8 +141,9 @@ class Talk:
             finish_reason=finish,
             usage=Usage(),
         )
-        self.last = record.close(reply, {})
-        return Said(messages, self.last.response_message, prompt + sampled)
+        record.close(reply, {})
+        self.last = self.capture.completion_session().completions[-1]
+        return Said(messages, reply.message, prompt + sampled)
 
     def spelled(self, text: str) -> Ids:
         """The text in tokens, rarely as a tokenizer would have it."""

@@ -21,7 +21,8 @@ from builders.eligible import Options, split
 from builders.records import Completion
 from polar_gateway.backends import Backend, Backends
 from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
-from polar_gateway.capture.session import SessionCapture, read_session
+from polar_gateway.capture.reading import read_session
+from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import ModelCallConfig
 from polar_gateway.dialects.turn import ModelRequest, Usage
 from polar_gateway.engines.base import Engine, EngineProbe, EngineReply

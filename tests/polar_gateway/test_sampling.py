@@ -13,7 +13,7 @@ import pytest
 
 from builders.records import Completion
 from polar_gateway.backends import Backend, BackendRefusedError, WeightUpdate
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from polar_gateway.dialects.turn import ModelRequest, Text
 from polar_gateway.engines.base import EngineReply
 from polar_gateway.engines.vllm import Vllm
@@ -175,6 +175,24 @@ async def test_what_was_aborted_before_its_first_token_is_just_asked_again(
         assert asked.status == 200
         assert (one.policy_version, one.versions) == ("v1", [])
         assert list(one.sampled_ids) == b.engine.calls[-1].token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_reached_an_engine_that_was_paused_already_is_asked_anew(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        await b.engine.pause("abort")
+        async with b.asking("/v1/chat/completions", b.chat(stream=stream)) as asked:
+            await until(lambda: len(b.engine.in_flight) == 1)
+            await b.backends.pause("abort", timeout=30)
+            assert b.backends.first.in_flight == 0
+            await b.backends.update(FIRST)
+            await b.backends.resume()
+        [one] = b.completions
+        assert asked.status == 200
+        assert (one.policy_version, one.versions, one.findings) == ("v1", [], [])
+        assert b.engine.total_calls == 2
 
 
 async def test_a_harness_hears_signs_of_life_for_as_long_as_a_pause_lasts(tmp_path: Path) -> None:

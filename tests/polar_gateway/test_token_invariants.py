@@ -19,7 +19,7 @@ import builders
 from builders.base import StrategySpec
 from builders.check import check
 from builders.records import CompletionSession, Span, Trace, Trajectory
-from polar_gateway.capture.session import read_session
+from polar_gateway.capture.reading import read_session
 from tests.builders.world import END, END_TEXT, World, decode, render
 from tests.polar_gateway.token_world import ACTIONS, Answered, CapturedWorld, play
 

@@ -21,7 +21,7 @@ from polar_gateway.dialects.messages import assistant_message, message_of
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineProbe, EngineReply, Renders
 from polar_gateway.engines.rendering import JsonRendering
-from polar_gateway.engines.whole import WholeAsStream
+from polar_gateway.engines.whole import WholeAsStream, events_of
 from polar_gateway.prompts import Prompter
 from tests.builders.world import (
     END,
@@ -233,7 +233,8 @@ class CapturedWorld:
         heard = len(sampled)
         if told < 1.0 or breaks:
             heard = told_tokens(sampled, told)
-            record.delivered_tokens = heard
+            events = events_of(parsed(sampled[:heard]), cut=False) if heard else []
+            record.heard(heard, events, len(events))
         if breaks:
             record.fail("the engine broke off", "engine_broke_off")
         else:

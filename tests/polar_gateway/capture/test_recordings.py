@@ -20,7 +20,7 @@ from polar_gateway.capture.session import SessionCapture
 from polar_gateway.dialects import Route, google
 from polar_gateway.dialects.turn import Block, ModelRequest, Text, Usage
 from polar_gateway.engines.base import EngineReply
-from tests.polar_gateway.capture.blocks import blocks_of
+from tests.polar_gateway.capture.blocks import blocks_of, closed
 from tests.polar_gateway.dialects.clients import receive_stream
 from tests.recordings import Exchange, load, recordings, routed
 
@@ -62,7 +62,7 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
         restored = capture.restored(request)
         for index, message in enumerate(restored.messages):
             if message["role"] == "assistant":
-                same = any(message is answer.response_message for answer in answers)
+                same = any(message == answer.response_message for answer in answers)
                 found.append(
                     Echo(
                         f"{exchange.id}/{index}",
@@ -87,7 +87,7 @@ def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
         encoded = base64.b64encode(completion_id.encode()).decode()
         ours = encoded if asked.dialect is google else completion_id
         signatures |= dict.fromkeys(SIGNED.findall(sse), ours)
-        answers.append(call.close(reply(answered(asked, body, sse)), {}))
+        answers.append(closed(capture, call, reply(answered(asked, body, sse))))
     return found
 
 

@@ -1,9 +1,7 @@
-from array import array
 from typing import Any
 
 import pytest
 
-from builders.records import Completion
 from polar_gateway.capture.restore import Candidate, Restoration, choose, restoration
 from polar_gateway.dialects.messages import assistant_message, tool_call
 
@@ -144,7 +142,7 @@ def test_call_ids_do_not_count_and_are_paired_in_order() -> None:
     for call, call_id in zip(echo["tool_calls"], ("x", "c1", "y"), strict=True):
         call["id"] = call_id
     assert restoration(echo, says("{}", "{}", "{}"), None) == Restoration(
-        ("call ids restored",), (("x", "c0"), ("y", "c2"))
+        ("call ids restored",), (("x", "c0"), ("y", "c2")), "arguments_respelt"
     )
 
 
@@ -156,23 +154,12 @@ def candidate(
     in_place: bool = True,
     goes_on: bool = False,
 ) -> Candidate:
-    completion = Completion(
-        completion_id=f"msg_{index:012x}",
-        index=index,
-        tail=array("i"),
-        sampled_ids=array("i"),
-        logprobs=None,
-        messages_tail=[],
-        response_message=says(reasoning=said),
-        finish_reason="stop",
-        delivered=delivered,
-    )
-    return Candidate(completion, Restoration(), in_place, goes_on)
+    return Candidate(says(reasoning=said), delivered, index, in_place, goes_on)
 
 
 def chosen(*candidates: Candidate) -> tuple[int, bool]:
     number, ambiguous = choose(candidates)
-    return candidates[number].completion.index, ambiguous
+    return candidates[number].arrived, ambiguous
 
 
 def test_of_several_answers_the_one_with_the_most_evidence_is_chosen() -> None:

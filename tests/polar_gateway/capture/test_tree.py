@@ -16,7 +16,7 @@ from polar_gateway.capture.session import OpenCall, SessionCapture
 from polar_gateway.dialects.messages import assistant_message, message_of
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineReply
-from tests.polar_gateway.capture.blocks import blocks_of
+from tests.polar_gateway.capture.blocks import blocks_of, closed, parent_of
 
 Message = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Session:
         )
 
     def answer(self, request: ModelRequest, *blocks: Block) -> Completion:
-        return self.open(request).close(reply(*blocks), {})
+        return closed(self.capture, self.open(request), reply(*blocks))
 
 
 def reply(*blocks: Block) -> EngineReply:
@@ -112,8 +112,8 @@ def test_an_echo_becomes_the_recorded_message_and_the_notes_say_what_came_back(
     request = asked([*GO, echo(first), result("c1")])
     request.notes.append("store ignored")
     restored = capture.restored(request)
-    assert restored.messages[1] is first.response_message
-    assert restored.messages[0] is first.messages[0]
+    assert restored.messages[1] == first.response_message
+    assert restored.messages[0] == first.messages[0]
     assert restored.messages[2:] == request.messages[2:]
     assert restored.notes == ["store ignored", "reasoning restored", "arguments restored"]
     assert request.messages[1] == echo(first)
@@ -135,15 +135,16 @@ def test_the_record_is_what_the_engine_was_sent(capture: SessionCapture) -> None
     first = session.answer(asked(GO), Reasoning(text="Hm."), bash("c1"))
     second = session.answer(asked([*GO, echo(first), result("c1")]), Text(text="Done."))
     assert second.messages == [*GO, first.response_message, result("c1")]
-    assert (second.parent, second.messages_shared) == (first, 2)
+    assert (parent_of(second), second.messages_shared) == (first.completion_id, 2)
     assert second.messages_tail == [result("c1")]
     assert second.notes == ["reasoning restored", "arguments restored"]
-    unrestored = capture.open(
+    call = capture.open(
         asked([*GO, echo(first), result("c1")]),
         completion_id="msg_00000000000f",
         dialect="chat",
         headers={},
-    ).close(reply(Text(text="Done.")), {})
+    )
+    unrestored = closed(capture, call, reply(Text(text="Done.")))
     assert unrestored.messages[1] == echo(first)
 
 
@@ -159,9 +160,9 @@ def test_restoring_is_stable_over_a_whole_conversation(capture: SessionCapture) 
         )
         sent = [*sent, echo(done[-1]), result(f"c{turn}")]
     for earlier, later in itertools.pairwise(done):
-        assert later.parent is earlier
+        assert parent_of(later) == earlier.completion_id
         assert later.messages[:-1] == earlier.thread
-        assert later.messages[-2] is earlier.response_message
+        assert later.messages[-2] == earlier.response_message
 
 
 # ---- evidence ----
@@ -182,7 +183,7 @@ def test_a_reference_tells_siblings_apart(capture: SessionCapture, which: int) -
     answers = siblings(Session(capture), thought("a"), said, thought("b"))
     request = asked([*GO, echo(answers[which]), user("more")], {1: answers[which].completion_id})
     restored = capture.restored(request)
-    assert restored.messages[1] is answers[which].response_message
+    assert restored.messages[1] == answers[which].response_message
     assert restored.notes == ([] if which == 1 else ["reasoning restored"])
 
 
@@ -194,7 +195,7 @@ def test_a_call_id_tells_siblings_apart(capture: SessionCapture, which: int) -> 
         [Reasoning(text="b"), bash("y")],
     )
     restored = capture.restored(asked([*GO, echo(answers[which]), result("xy"[which])]))
-    assert restored.messages[1] is answers[which].response_message
+    assert restored.messages[1] == answers[which].response_message
     assert "ambiguous echo" not in restored.notes
 
 
@@ -207,14 +208,14 @@ def test_reasoning_that_is_there_tells_siblings_apart(capture: SessionCapture) -
     for answer, reasoning in ((first, "a"), (second, "b")):
         sent = echo(answer, reasoning_content=reasoning)
         restored = capture.restored(asked([*GO, sent, result("functions.bash:0")]))
-        assert restored.messages[1] is answer.response_message
+        assert restored.messages[1] == answer.response_message
         assert restored.notes == ["arguments restored"]
 
 
 def test_an_echo_that_is_exactly_one_of_the_siblings_is_that_one(capture: SessionCapture) -> None:
     plain, _ = siblings(Session(capture), [Text(text="Yes.")], thought("b"))
     restored = capture.restored(asked([*GO, echo(plain), user("more")]))
-    assert restored.messages[1] is plain.response_message
+    assert restored.messages[1] == plain.response_message
     assert restored.notes == []
 
 
@@ -229,7 +230,7 @@ def test_repeated_call_ids_are_narrowed_by_the_place_of_the_echo(capture: Sessio
         sent = [*sent, echo(done[-1]), result("functions.bash:0", f"try {turn} failed")]
     restored = capture.restored(asked(sent))
     assert [
-        message is d.response_message
+        message == d.response_message
         for message, d in zip(restored.messages[1::2], done, strict=True)
     ] == [True] * 3
     assert "ambiguous echo" not in restored.notes
@@ -245,7 +246,7 @@ def test_an_ambiguous_echo_is_of_the_latest_delivered_answer_and_that_is_noted(
     lost.delivered_tokens = 0
     lost.undelivered()
     restored = capture.restored(asked([*GO, echo(second), user("more")]))
-    assert restored.messages[1] is second.response_message
+    assert restored.messages[1] == second.response_message
     assert restored.notes == ["reasoning restored", "ambiguous echo"]
 
 
@@ -257,7 +258,7 @@ def test_an_echo_that_was_told_by_its_reference_is_ambiguous_without_it(
     sent = [*GO, echo(first), user("more")]
     for answer in (first, second, first):
         restored = capture.restored(asked(sent, {1: answer.completion_id}))
-        assert restored.messages[1] is answer.response_message
+        assert restored.messages[1] == answer.response_message
         assert restored.notes == ["reasoning restored"]
     assert capture.restored(asked(sent)).notes == ["reasoning restored", "ambiguous echo"]
 
@@ -271,8 +272,8 @@ def test_an_ambiguous_echo_stays_with_the_answer_that_it_was_taken_for(
     second = session.answer(asked(on), Text(text="Fine."))
     session.answer(asked(GO), *thought("b"))
     third = session.answer(asked([*on, echo(second), user("and more")]), Text(text="Good."))
-    assert third.messages[1] is first.response_message
-    assert third.parent is second
+    assert third.messages[1] == first.response_message
+    assert parent_of(third) == second.completion_id
     # The other conversation, too, once it goes on.
     fourth = session.answer(asked([*GO, echo(first), user("else")]), Text(text="Fine."))
     assert fourth.notes == ["reasoning restored", "ambiguous echo"]
@@ -298,17 +299,17 @@ def test_an_answer_is_found_under_another_head_by_its_reference_or_its_call_id(
     restored = capture.restored(after_compaction)
     # The first by its call id, the others because they stand behind it as before.
     for index, answer in ((1, first), (3, second), (5, third)):
-        assert restored.messages[index] is answer.response_message
+        assert restored.messages[index] == answer.response_message
     fourth = session.answer(after_compaction, Text(text="Ok."))
     assert fourth.messages == restored.messages
     # Without the call there is nothing but the reference to go by.
     alone = [user("Summary."), echo(third), user("!")]
     assert capture.restored(asked(alone)) == asked(alone)
     referring = capture.restored(asked(alone, {1: third.completion_id}))
-    assert referring.messages[1] is third.response_message
+    assert referring.messages[1] == third.response_message
     # Where it has been restored once, its place is known as well.
     session.answer(asked(alone, {1: third.completion_id}), Text(text="Ok."))
-    assert capture.restored(asked(alone)).messages[1] is third.response_message
+    assert capture.restored(asked(alone)).messages[1] == third.response_message
 
 
 def test_an_answer_that_is_not_recorded_yet_stays_as_it_was_sent_first(
@@ -321,10 +322,11 @@ def test_an_answer_that_is_not_recorded_yet_stays_as_it_was_sent_first(
     sent["tool_calls"] = [{**answer.message["tool_calls"][0]}]
     sent["tool_calls"][0]["function"] = {"name": "bash", "arguments": '{"command":"ls"}'}
     on = [*GO, sent, result("c1")]
-    second = session.open(asked(on)).close(reply(Text(text="Done.")), {})
+    second = closed(capture, session.open(asked(on)), reply(Text(text="Done.")))
     slow.close(answer, {})
     third = session.open(asked([*on, second.response_message, user("more")]))
-    assert third.after is second
+    assert third.after is not None
+    assert third.after.completion_id == second.completion_id
 
 
 # ---- ids ----
@@ -342,7 +344,7 @@ def test_call_ids_that_a_harness_made_up_become_the_recorded_ones_in_the_results
     on = [*GO, sent, *results]
     for _ in range(2):
         restored = capture.restored(asked(on))
-        assert restored.messages[1] is first.response_message
+        assert restored.messages[1] == first.response_message
         assert restored.messages[2:] == [result("x", "2"), result("x", "0"), result("y", "1")]
         assert restored.notes == ["arguments restored", "call ids restored"]
         session.answer(asked(on), Text(text="Done."))
