@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -33,6 +33,9 @@ START_PAUSE = 0.5
 """Between two tries of a backend that is not there yet."""
 
 FIRST_NAME = "backend-1"
+
+ABORT_SECONDS = 2.0
+"""How long what an engine has aborted may take to arrive."""
 
 SAMPLE_CONVERSATION = [
     {"role": "system", "content": "You answer in one word."},
@@ -109,6 +112,8 @@ class Backend:
         """How many have it."""
         self.in_flight = 0
         """How many calls the engine is working on; those that wait here are not among them."""
+        self.unanswered: set[anyio.CancelScope] = set()
+        """The calls in flight of which nothing was heard yet."""
         self.used = 0
         """When it was last used, on a clock that counts uses."""
         self._changed = anyio.Event()
@@ -205,6 +210,17 @@ def other_weights(probe: EngineProbe, backend: Backend) -> str:
     return f"its weights are {has!r}, not {known!r}, as after a restart; update it"
 
 
+class Admitted(NamedTuple):
+    """A call that a backend works on."""
+
+    backend: Backend
+    scope: anyio.CancelScope
+
+    def begun(self) -> None:
+        """The engine has begun to answer: from now on it is for it alone to end that."""
+        self.backend.unanswered.discard(self.scope)
+
+
 class Lease:
     """A session's claim on one backend at a time; `release` ends it."""
 
@@ -226,15 +242,19 @@ class Lease:
         return held
 
     @asynccontextmanager
-    async def call(self) -> AsyncIterator[Backend]:
-        """The backend for one call, which counts as in flight; waits until it admits calls."""
+    async def call(self) -> AsyncIterator["Admitted"]:
+        """One call of the backend, which counts as in flight; waits until it admits calls. Ends
+        early, without an error, where a pause takes the call back."""
         while not (backend := self.backend).open:
             await backend.changed()
         backend.in_flight += 1
         backend.used = self._backends.tick()
         try:
-            yield backend
+            with anyio.CancelScope() as scope:
+                backend.unanswered.add(scope)
+                yield Admitted(backend, scope)
         finally:
+            backend.unanswered.discard(scope)
             backend.in_flight -= 1
             backend.change()
             if backend.removed and not backend.in_flight:
@@ -497,6 +517,13 @@ async def _pause(backend: Backend) -> None:
             raise BackendRefusedError(
                 502, f"backend {backend.name} did not pause, and admits no calls: {error}"
             ) from error
+    if mode == "abort":
+        # What reached the engine when it was paused already is held there until it resumes; it is
+        # taken back, and asked anew then.
+        with anyio.move_on_after(ABORT_SECONDS):
+            await backend.idle()
+        for call in list(backend.unanswered):
+            call.cancel()
     if mode != "keep":
         await backend.idle()
 

@@ -269,7 +269,8 @@ def test_a_draining_backend_keeps_its_sessions_and_gets_no_more() -> None:
 async def test_a_removed_backend_finishes_its_calls_and_is_closed_then() -> None:
     backends, made = three()
     lease = backends.lease()
-    async with lease.call() as held:
+    async with lease.call() as call:
+        held = call.backend
         assert held is made[0]
         removed = await backends.remove("a")
         assert removed.in_flight == 1
@@ -298,8 +299,8 @@ async def test_who_waits_at_a_backend_that_fails_asks_another() -> None:
     met: list[Backend] = []
 
     async def call() -> None:
-        async with lease.call() as held:
-            met.append(held)
+        async with lease.call() as admitted:
+            met.append(admitted.backend)
 
     async with anyio.create_task_group() as group:
         group.start_soon(call)
@@ -433,8 +434,8 @@ async def test_no_call_begins_while_weights_are_loaded() -> None:
     began = []
 
     async def call() -> None:
-        async with backends.lease().call() as held:
-            began.append(held.weights)
+        async with backends.lease().call() as admitted:
+            began.append(admitted.backend.weights)
 
     async with anyio.create_task_group() as group:
         group.start_soon(backends.update, WeightUpdate(policy_version="7", weights_path="/w"))
