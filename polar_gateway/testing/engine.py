@@ -275,12 +275,15 @@ class ScriptedEngine(ScriptedServer):
         chat = checked(asked.chat_request, self.model, self.max_model_len)
         generated = asked.generate_response
         [choice] = generated.choices
+        if not choice.token_ids:
+            raise refused(f"choice {choice.index} has empty or null token_ids")
         thinking = chat.template_arguments.get("enable_thinking") is not False
         parser = TurnParser(thinking=thinking, tools=chat.parse_tools)
         for token_id, text in self.tokenizer.texts(choice.token_ids):
             parser.feed(self.tokenizer.bytes_of[token_id], text)
         message = parser.message()
-        called = "tool_calls" in message and choice.finish_reason == "stop"
+        for called in message.get("tool_calls", []):
+            called["id"] = secrets.token_hex(8)
         sampled = len(choice.token_ids)
         return {
             "id": generated.request_id,
@@ -292,9 +295,9 @@ class ScriptedEngine(ScriptedServer):
                     "index": 0,
                     "message": message,
                     "logprobs": choice.logprobs,
-                    "finish_reason": "tool_calls" if called else choice.finish_reason,
+                    "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
-                    "token_ids": None,
+                    "token_ids": choice.token_ids if chat.return_token_ids else None,
                     "routed_experts": None,
                 }
             ],

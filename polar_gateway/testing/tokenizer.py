@@ -73,14 +73,10 @@ class ChatTokenizer:
         return b"".join([self.bytes_of[i] for i in ids])
 
     def texts(self, ids: list[int]) -> Iterator[tuple[int, str]]:
-        """Each token with the visible text that it completes; the end of a turn shows none."""
+        """Each token with the text that it completes, control tokens too."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for number, token_id in enumerate(ids, start=1):
-            ends = token_id in self.ends_of_turn
-            yield (
-                token_id,
-                decoder.decode(b"" if ends else self.bytes_of[token_id], number == len(ids)),
-            )
+            yield token_id, decoder.decode(self.bytes_of[token_id], number == len(ids))
 
     def continuations(self, rest: bytes) -> list[int]:
         """Every token that a model which still has to say `rest` may say next, shortest first.

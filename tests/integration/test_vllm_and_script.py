@@ -44,7 +44,10 @@ def script(tokens: Spelling) -> Script:
         Rule(match=f"UNTIDY {number}", tokens=tokens, steps=[text])
         for number, text in enumerate(UNTIDY)
     ]
-    return Script(rules=[Rule(match="GO", tokens=tokens, steps=[LOOK, WRITE, DONE]), *untidy])
+    ending = Rule(match="BYE", tokens=tokens, steps=[Step(say="Bye.", end="<|endoftext|>")])
+    return Script(
+        rules=[Rule(match="GO", tokens=tokens, steps=[LOOK, WRITE, DONE]), ending, *untidy]
+    )
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def comparable(document: Any) -> Any:
     if isinstance(document, list):
         return [comparable(item) for item in document]
     if isinstance(document, str):
-        return re.sub(r"^chatcmpl-(tool-)?[0-9a-f]{16}$", "NAME", document)
+        return re.sub(r"^(chatcmpl-(?:tool-)?)?[0-9a-f]{16}$", r"\1NAME", document)
     return document
 
 
@@ -127,6 +130,8 @@ CASES = {
     "cut in a thought": ask("GO", tools=TOOLS, max_tokens=3),
     "cut in a call": ask("GO", tools=TOOLS, max_tokens=30),
     "a stop string": ask("GO", tools=TOOLS, stop=["t me"]),
+    "another end of the turn": ask("BYE"),
+    "one token that is allowed": ask("GO", allowed_token_ids=[7], max_tokens=3),
     **{f"untidy {n}": ask(f"UNTIDY {n}", tools=TOOLS) for n in range(len(UNTIDY))},
 }
 
@@ -197,6 +202,91 @@ async def test_history_is_rendered_the_same(pair: Pair) -> None:
     for http in pair:
         rendered = (await http.post("/v1/chat/completions/render", json=body)).json()
         assert rendered["token_ids"] == real
+
+
+@pytest.mark.parametrize("shown", ["recent", "none", "all", "empty"])
+async def test_closed_conversations_are_rendered_the_same_by_every_kind_of_template(
+    pair: Pair, shown: str
+) -> None:
+    messages = [
+        {"role": "user", "content": "GO"},
+        {"role": "assistant", "content": "a", "reasoning_content": "first"},
+        {"role": "user", "content": "on"},
+        {"role": "assistant", "content": "b", "reasoning_content": "second"},
+    ]
+    kwargs = {"history_thinking": shown}
+    body = {**EVERYTHING, "messages": messages, "chat_template_kwargs": kwargs}
+    closed = {**body, "add_generation_prompt": False}
+    for asked in (body, closed):
+        real, scripted = [
+            (await http.post("/v1/chat/completions/render", json=asked)).json()["token_ids"]
+            for http in pair
+        ]
+        assert scripted == real
+
+
+async def test_prompts_of_ids_are_answered_the_same_also_from_within_an_answer(pair: Pair) -> None:
+    first = await whole(pair[1], CASES["tools"])
+    sampled = first["choices"][0]["token_ids"]
+    for begun in (0, 3, len(sampled) // 2):
+        ids = first["prompt_token_ids"] + sampled[:begun]
+        body = {**CASES["tools"], "kv_transfer_params": {"prompt_token_ids": ids}}
+        real, scripted = [await whole(http, body) for http in pair]
+        assert scripted["prompt_token_ids"] == real["prompt_token_ids"] == ids
+        [expected], [told] = real["choices"], scripted["choices"]
+        tokenizer = ScriptedEngine().tokenizer
+        for rest in (expected, told):  # how the rest is spelled is up to chance
+            spelled = tokenizer.decode(sampled[:begun] + rest["token_ids"])
+            assert spelled == LOOK.text + "<|im_end|>"
+    body = {**EVERYTHING, "messages": [{"role": "user", "content": "x"}]}
+    body["kv_transfer_params"] = {"prompt_token_ids": [99_999]}
+    real, scripted = [await whole(http, body) for http in pair]
+    assert scripted == real
+
+
+async def test_the_token_routes_say_the_same(pair: Pair) -> None:
+    told = []
+    for http in pair:
+        body = CASES["tools"]
+        rendered = (await http.post("/v1/chat/completions/render", json=body)).json()
+        generated = (await http.post("/inference/v1/generate", json=rendered)).json()
+        asked = {"chat_request": body, "generate_response": generated}
+        derendered = (await http.post("/v1/chat/completions/derender", json=asked)).json()
+        [choice], [parsed] = generated["choices"], derendered["choices"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        told.append(
+            {
+                "fields": sorted(generated),
+                "of a choice": sorted(choice),
+                "versions": choice["weight_versions"],
+                "ids": choice["token_ids"],
+                "ends": (choice["finish_reason"], choice["stop_reason"]),
+                "message": comparable(parsed["message"]),
+                "finish_reason": parsed["finish_reason"],
+                "parsed ids": parsed["token_ids"],
+                "counts": derendered["usage"]["completion_tokens"],
+            }
+        )
+    real, scripted = told
+    assert scripted == real
+
+
+async def test_orders_are_taken_and_confirmed_the_same(pair: Pair) -> None:
+    posts: list[tuple[str, dict[str, Any]]] = [
+        ("/pause?mode=keep", {}),
+        ("/resume", {}),
+        ("/update_weight_version", {"new_version": "default"}),
+        ("/reset_prefix_cache", {}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}),
+    ]
+    for path, said in posts:
+        real, scripted = [(await http.post(path, json=said)).json() for http in pair]
+        assert scripted == real, path
+    for path in ("/is_paused", "/weight_info"):
+        real, scripted = [(await http.get(path)).json() for http in pair]
+        assert scripted == real, path
+    for path in ("/pause", "/collective_rpc", "/inference/v1/generate"):
+        assert [(await http.get(path)).status_code for http in pair] == [405, 405]
 
 
 async def test_three_turns_on_real_vllm_are_sampled_tokens_that_spell_the_script(
