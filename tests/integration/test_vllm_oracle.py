@@ -101,16 +101,18 @@ def canonical(harness: str, traces: list[Trace], session: CompletionSession) -> 
             )
 
 
-async def ask(folder: Path, questions: list[Question]) -> list[list[float]]:
+async def ask(
+    folder: Path, questions: list[Question], model: Path = CACHE / "vllm/model"
+) -> list[list[float]]:
     """What the model itself says, all in one process."""
     asked, said = folder / "questions.json", folder / "answers.json"
     asked.write_bytes(
         msgspec.json.encode([{"ids": each.ids, "sampled": each.sampled} for each in questions])
     )
-    home = CACHE / "vllm"
+    python = CACHE / "vllm/venv/bin/python"
     program = Path(__file__).with_name("oracle.py")
     await anyio.run_process(
-        [str(home / "venv/bin/python"), str(program), str(home / "model"), str(asked), str(said)],
+        [str(python), str(program), str(model), str(asked), str(said)],
         env={"HF_HUB_OFFLINE": "1"},
     )
     return msgspec.json.decode(said.read_bytes(), type=list[list[float]])
