@@ -1,6 +1,7 @@
 """`polar engine`: look at a model server as a node would before it uses it."""
 
 import sys
+from typing import TYPE_CHECKING
 
 import anyio
 import click
@@ -10,8 +11,9 @@ from rich.table import Table
 
 from polar_client.cli.show import output
 from polar_gateway.config import InferenceConfig
-from polar_gateway.engines import ENGINES, open_engine
-from polar_gateway.engines.base import EngineProbe
+
+if TYPE_CHECKING:
+    from polar_gateway.engines.base import EngineProbe
 
 
 @click.group()
@@ -24,7 +26,7 @@ def engine() -> None:
 @click.option(
     "--engine",
     "kind",
-    type=click.Choice(list(ENGINES)),
+    type=click.Choice(["vllm", "sglang", "openai"]),
     default="vllm",
     show_default=True,
     help="What kind of server it is.",
@@ -68,7 +70,9 @@ def probe(
         sys.exit(1)
 
 
-async def _probed(config: InferenceConfig, model: str) -> EngineProbe:
+async def _probed(config: InferenceConfig, model: str) -> "EngineProbe":
+    from polar_gateway.engines import open_engine
+
     opened = open_engine(config, model=model)
     try:
         return await opened.probe()
@@ -76,7 +80,7 @@ async def _probed(config: InferenceConfig, model: str) -> EngineProbe:
         await opened.aclose()
 
 
-def _show(found: EngineProbe, url: str) -> None:
+def _show(found: "EngineProbe", url: str) -> None:
     console = output()
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows(found):
@@ -90,7 +94,7 @@ def _show(found: EngineProbe, url: str) -> None:
     console.print(f"What is sampled at {escape(url)} {verdict} be trained on.", highlight=False)
 
 
-def rows(found: EngineProbe) -> list[tuple[str, str]]:
+def rows(found: "EngineProbe") -> list[tuple[str, str]]:
     """The report line by line."""
     ends = [
         f"{token_id} {text}".strip()
