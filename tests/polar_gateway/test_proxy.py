@@ -264,8 +264,8 @@ async def test_the_intent_is_in_the_journal_while_the_engine_works(tmp_path: Pat
         b.engine.hold()
         async with b.asking("/v1/chat/completions", b.chat()):
             await until(lambda: len(b.engine.calls) == 1)
-            kinds = [type(record) for record in read_journal(b.journal).records[1:]]
-            assert kinds == [Intent]
+            assert isinstance(read_journal(b.journal).records[-1], Intent)
+            assert b.completions == []
             b.engine.release()
 
 
