@@ -16,7 +16,7 @@ from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import InferenceConfig
 from polar_gateway.engines.base import EngineProbe
 from polar_gateway.engines.vllm import Vllm
-from polar_gateway.garbage import collect_rarely
+from polar_gateway.garbage import collect_rarely, give_large_blocks_back
 from polar_gateway.prompts import Prompter
 from polar_gateway.proxy import Proxy
 from polar_gateway.sessions import Session, Sessions
@@ -55,6 +55,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[Proxy]:
             )
         )
     collect_rarely()
+    give_large_blocks_back()
     engine = Vllm(url, model="bench")
     probe = EngineProbe(
         engine=engine.name,

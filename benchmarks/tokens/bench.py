@@ -30,7 +30,7 @@ from polar_gateway.protocol import SessionDispatchRequest
 
 MODES: tuple[Mode, ...] = ("messages", "tokens")
 AT_ONCE = 8
-WARM_SESSIONS = 3
+WARM_SESSIONS = AT_ONCE
 """Whole ones, before anything is read: what a process has once and for all is there then."""
 TIMED_SESSIONS = 12
 LIVE_SESSIONS = 50

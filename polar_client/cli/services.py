@@ -249,10 +249,11 @@ async def _serve_node(
     task_status: "anyio.abc.TaskStatus[NodeAddress]",
 ) -> None:
     from polar_gateway.app import serve
-    from polar_gateway.garbage import collect_rarely
+    from polar_gateway.garbage import collect_rarely, give_large_blocks_back
     from polar_server.config import state_dir
 
     collect_rarely()
+    give_large_blocks_back()
     await serve(
         node,
         data_dir=node.data_dir or state_dir() / "nodes" / node.id,

@@ -51,11 +51,14 @@ class Node(TokenNode, kw_only=True, eq=False):
 class Said:
     """One message in the place where it was said."""
 
-    __slots__ = ("_children", "answers", "digest", "echo", "halves", "latest")
+    __slots__ = ("_only", "_several", "answers", "digest", "echo", "halves", "latest")
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
-        self._children: dict[bytes, Said] | None = None
+        self._only: Said | None = None
+        """The first child; most have no other."""
+        self._several: dict[bytes, Said] | None = None
+        """All of them, where there are more."""
         self.latest: tuple[Node, ...] = ()
         """The latest call that came through here, for each head."""
         self.answers: list[Node] | None = None
@@ -66,19 +69,28 @@ class Said:
         """The last echo that nothing but this can be meant by."""
 
     @property
-    def children(self) -> Mapping[bytes, "Said"]:
-        return self._children or {}
+    def children(self) -> Sequence["Said"]:
+        if self._several is not None:
+            return list(self._several.values())
+        return () if self._only is None else (self._only,)
 
     def child(self, digest: bytes) -> "Said | None":
-        return None if self._children is None else self._children.get(digest)
+        if self._several is not None:
+            return self._several.get(digest)
+        only = self._only
+        return only if only is not None and only.digest == digest else None
 
     def grown(self, digest: bytes) -> "Said":
         """The child of that digest, a new one if there is none."""
-        if self._children is None:
-            self._children = {}
-        found = self._children.get(digest)
+        found = self.child(digest)
         if found is None:
-            found = self._children[digest] = Said(digest)
+            found = Said(digest)
+            if self._only is None:
+                self._only = found
+            elif self._several is None:
+                self._several = {self._only.digest: self._only, digest: found}
+            else:
+                self._several[digest] = found
         return found
 
     def may_be_of(self, reference: str | None) -> bool:
@@ -306,7 +318,7 @@ class Forest:
     def _recall(self, before: Said | None, echo: "_Sent") -> _Recalled | None:
         """The answer that `echo`, said behind `before`, is one of; None where it is the harness's
         own words."""
-        here = [] if before is None else [each for each in before.children.values() if each.answers]
+        here = [] if before is None else [each for each in before.children if each.answers]
         for said in here:
             known = said.echo
             if known and (known.digest, known.reference) == (echo.digest, echo.reference):
@@ -397,7 +409,7 @@ class Forest:
             said.answers = []
             for call in answer.get("tool_calls", ()):
                 self._called.setdefault(call["id"], []).append(said)
-            for sibling in before.children.values():
+            for sibling in before.children:
                 sibling.echo = None  # may be that of the new answer as well
         said.answers.append(node)
         node.said = said
