@@ -40,7 +40,15 @@ from polar_gateway.request_body import (
     invalid,
     too_large,
 )
-from polar_gateway.sampling import INTERNAL, SEALED, UNRECORDED, Sampler, ask, with_overrides
+from polar_gateway.sampling import (
+    INTERNAL,
+    SEALED,
+    UNRECORDED,
+    Sampler,
+    ask,
+    made_explicit,
+    with_overrides,
+)
 from polar_gateway.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -219,6 +227,7 @@ class Proxy:
         request = session.capture.restored(request)
         lease = self._lease(session)
         request = with_overrides(request, session.sampling, lease.backend.probe.max_model_len)
+        request = made_explicit(request)
         try:
             record = session.capture.open(
                 request,

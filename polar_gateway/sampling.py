@@ -408,6 +408,23 @@ def with_overrides(
     )
 
 
+ENGINES_OWN = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What engines take from the model's own generation_config.json where a request does not say it, and
+the values at which the policy is sampled from as it is."""
+
+
+def made_explicit(request: ModelRequest) -> ModelRequest:
+    """The request with every parameter that would else be the engine's to choose: what a token was
+    sampled with is then what the record says."""
+    return msgspec.structs.replace(request, sampling={**ENGINES_OWN, **request.sampling})
+
+
 def sent_sampling(request: ModelRequest) -> dict[str, Any]:
     """The sampling parameters that the engine is sent, for the record."""
     if request.max_tokens is None:

@@ -24,6 +24,10 @@ from polar_gateway.engines.chat_body import chat_body
 from polar_gateway.engines.openai_probe import probe
 from polar_gateway.engines.vllm_answers import chat_pieces, whole_answer
 
+BEYOND_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Parameters that the provider's own API has not, and strict servers refuse, at the values at which
+they do nothing."""
+
 
 class OpenAI(ChatEngine):
     """One server. `model` is its name for the weights; empty takes the first it lists."""
@@ -55,6 +59,9 @@ class OpenAI(ChatEngine):
         self, request: ModelRequest, sent: bytes | None = None, *, stream: bool = False
     ) -> dict[str, Any]:
         body = chat_body(request, await self.api.served(), stream=stream)
+        for field, nothing in BEYOND_OPENAI.items():
+            if body.get(field) == nothing:
+                del body[field]
         if self.asks_for_ids:
             body["return_token_ids"] = True
         if not self.asks_for_logprobs:

@@ -527,6 +527,7 @@ async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path
         asked = b.engine.calls[0].request
         [completion] = b.completions
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 400}
+    expected |= {"min_p": 0.0, "repetition_penalty": 1.0}
     assert {name: asked[name] for name in expected} == expected
     assert completion.sampling == expected
     assert completion.notes == [
@@ -534,6 +535,16 @@ async def test_the_tasks_sampling_replaces_the_harnesss_and_is_recorded(tmp_path
         "top_p: 0.9 instead of None",
         "max_tokens: 400 instead of 128000",
     ]
+
+
+async def test_what_nobody_sets_is_not_left_to_the_engines_own_defaults(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.ask("/v1/chat/completions", b.chat(temperature=0.0))
+        asked = b.engine.calls[0].request
+        [completion] = b.completions
+    nothing = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: asked[name] for name in nothing} == nothing
+    assert completion.sampling == {"temperature": 0.0, **nothing}
 
 
 def test_a_request_without_anything_to_override_stays_as_it_is() -> None:

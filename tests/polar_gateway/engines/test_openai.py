@@ -122,3 +122,13 @@ async def test_what_it_cannot_do_it_says() -> None:
         await engine.unpause()
     with pytest.raises(EngineError, match="cannot change its weights"):
         await engine.update("step-1", None)
+
+
+async def test_a_parameter_beyond_openais_own_is_sent_only_where_it_does_something() -> None:
+    plain = Plain()
+    nothing = {"temperature": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    async with openai_at(plain.app) as engine:
+        await engine.complete(msgspec.structs.replace(HI, sampling=nothing), "msg_1")
+        await engine.complete(msgspec.structs.replace(HI, sampling={"top_k": 5}), "msg_2")
+    sent = [{name: body[name] for name in nothing if name in body} for body in plain.asked]
+    assert sent == [{"temperature": 1.0}, {"top_k": 5}]
