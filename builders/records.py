@@ -140,6 +140,9 @@ class Completion(TokenNode, kw_only=True, eq=False):
     continued_tokens: int | None = None
     """How many of the previous completion's sampled tokens the request continues, where its answer
     was delivered in part; None: all of them."""
+    canonical_ids: Ids | None = None
+    """The answer as the engine's template and tokenizer render it, up to and including its end of
+    turn, where a later prompt in tokens mode was composed behind it; None: not known."""
     logprobs: Floats | None
     """float32, one for each sampled id, or None when the engine gave none or they did not align."""
     logprob_kind: LogprobKind = "unknown"

@@ -15,10 +15,12 @@ import msgspec
 
 from builders.echoes import wording
 from builders.records import Ids, Mode
+from polar_gateway.capture.forest import Node
 from polar_gateway.capture.interstitial import (
     Frame,
     added_behind_first_end,
     added_past_markup,
+    canonical_answer,
     composed,
 )
 from polar_gateway.capture.session import OpenCall
@@ -49,6 +51,10 @@ class Added(NamedTuple):
     ids: Ids | None
     why_not: str = ""
     finding: str = ""
+    answer: Ids | None = None
+    """The answer that is continued, as the engine renders it, where that can be told."""
+    length: int | None = None
+    """Of the whole request's rendering."""
 
 
 REWRITTEN = Added(None, "the template leaves out what it had rendered", HISTORY_REWRITTEN)
@@ -120,9 +126,12 @@ class Prompter:
             return _with_messages(request, "there are media in it")
         if not previous.sampled_ids or not previous.prompt_length:
             return _with_messages(request, "the tokens before it are not known")
-        added = await self._added(request, record.previous_messages, engine, probe)
+        added = await self._added(request, record.previous_messages, previous, engine, probe)
         if added.ids is None:
             return _with_messages(request, added.why_not, added.finding)
+        record.canonical_length = added.length
+        if added.answer is not None:
+            record.rendered(added.answer)
         context = previous.prompt_ids + previous.sampled_ids[: record.continued_tokens]
         return Composition(
             msgspec.structs.replace(request, prompt_ids=composed(context, added.ids)),
@@ -131,9 +140,10 @@ class Prompter:
         )
 
     async def _added(
-        self, request: ModelRequest, known: int, engine: Engine, probe: EngineProbe
+        self, request: ModelRequest, known: int, previous: Node, engine: Engine, probe: EngineProbe
     ) -> Added:
-        """What the messages from `known` on add to the answer that is the last one before them."""
+        """What the messages from `known` on add to the answer that is the last one before them,
+        which is that of `previous`."""
         if probe.renders == "suffix":
             added = await _added_to_small(request, known, engine, probe)
             if not _may_rewrite(request.messages, known):
@@ -152,7 +162,8 @@ class Prompter:
         if ids is None:
             ids = await _added_past_markup(request, known, closed, followed, closing, engine, probe)
         if ids is not None:
-            return _added(ids, probe)
+            answer = _rendered_answer(previous, closed, closing)
+            return _added(ids, probe)._replace(answer=answer, length=len(followed))
         if self._history == "template":
             return REWRITTEN
         added = await _added_to_small(request, known, engine, probe)
@@ -235,6 +246,12 @@ def _added(ids: Ids | None, probe: EngineProbe) -> Added:
     if ids and ids[0] in probe.end_of_turn_ids:
         return Added(ids)
     return Added(None, "the template does not show what it adds")
+
+
+def _rendered_answer(previous: Node, closed: Rendering, closing: int) -> Ids | None:
+    known = previous.canonical_length or previous.prompt_length
+    ends = closed.last(max(0, len(closed) - known + 1))
+    return canonical_answer(ends, previous.tail[-1:], closing)
 
 
 def _with_messages(request: ModelRequest, why: str, finding: str = "") -> Composition:

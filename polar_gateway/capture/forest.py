@@ -38,6 +38,10 @@ class Node(TokenNode, kw_only=True, eq=False):
     place: journal.Place
     """Where the journal has its answer."""
     mode: Mode
+    canonical_length: int | None = None
+    """How many ids the engine's own rendering of the prompt has; None: as many as the prompt."""
+    answer_rendered: bool = False
+    """Whether the engine's own rendering of the answer is in the journal."""
     findings: tuple[str, ...]
     chain: Mapping[str, str]
     delivered: bool = True

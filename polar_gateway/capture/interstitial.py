@@ -88,6 +88,16 @@ def added_past_markup(
     return followed[len(expected) :] if followed[: len(expected)] == expected else None
 
 
+def canonical_answer(ends: Ids, prompt_end: Ids, closing: int) -> Ids | None:
+    """An answer as it is rendered, up to and including its end of turn. `ends` are the last ids of
+    the closed rendering from the prompt's last one on, `prompt_end` is that id as it was sent, and
+    `closing` how many ids there are from the end of turn on. None where the rendering has the
+    answer begin otherwise than the prompt did."""
+    if len(ends) < 1 + closing or ends[:1] != prompt_end:
+        return None
+    return ends[1 : len(ends) - closing + 1]
+
+
 def difference(a: Ids, b: Ids) -> tuple[Ids, Ids]:
     """What is left of each without their common beginning and then their common end."""
     start = common_start(a, b)

@@ -159,8 +159,9 @@ class Delivered(msgspec.Struct, kw_only=True, tag_field="kind", tag="delivered")
 
 
 class Rendered(msgspec.Struct, kw_only=True, tag_field="kind", tag="rendered"):
-    """The engine's own rendering of a conversation up to and including a call's answer, as the
-    difference to that call's recorded prompt and sampled ids."""
+    """The engine's own rendering of a call's answer, up to and including its end of turn, as the
+    difference to the sampled ids: the first `shared` of them, then `tail`. What stands before it is
+    the engine's rendering of the call before and what the request added to that, which is recorded."""
 
     completion_id: str
     shared: int

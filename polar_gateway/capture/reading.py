@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from builders.records import Completion, CompletionSession, Floats, Ids
+from builders.records import Completion, CompletionSession, Floats
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import (
     AnyRecord,
@@ -34,9 +34,6 @@ class Ledger:
         self.header = Opened(session_id="")
         self.completions: dict[int, Completion] = {}
         """By index, which is the order of arrival and has gaps where calls failed."""
-        self.rendered: dict[str, tuple[int, Ids]] = {}
-        """By completion: how many leading ids of its prompt and answer the engine's own rendering
-        has in common with them, and what follows in that."""
         self.findings: list[str] = []
         self.sealed = False
         self._open: dict[str, Intent] = {}
@@ -70,8 +67,9 @@ class Ledger:
                 completion = self._finished[record.completion_id]
                 completion.delivered, completion.delivered_tokens = True, None
             case Rendered():
+                completion = self._finished[record.completion_id]
                 tail = journal.unpack_ids(record.tail)
-                self.rendered[record.completion_id] = record.shared, tail
+                completion.canonical_ids = completion.sampled_ids[: record.shared] + tail
             case Sealed():
                 self.sealed = True
 

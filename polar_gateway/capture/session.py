@@ -28,6 +28,7 @@ from polar_gateway.capture import journal, restore, tensors
 from polar_gateway.capture.answers import AnswerCache
 from polar_gateway.capture.digests import head_digest, message_digest, value_digest
 from polar_gateway.capture.forest import Branch, Forest, Node, Walk
+from polar_gateway.capture.interstitial import common_start
 from polar_gateway.capture.journal import CaptureError, Journal, Syncer
 from polar_gateway.capture.reading import ledger_of
 from polar_gateway.capture.tokens import Tokens
@@ -238,6 +239,9 @@ class OpenCall:
         self._index = index
         self._branch = branch
         self._chain = chain
+        self.canonical_length: int | None = None
+        """How many ids the engine's own rendering of the prompt has, where that is not the prompt;
+        to be set by who has it rendered."""
         self._mode: Mode = "messages"
         self._notes: list[str] = []
         self._findings: list[str] = []
@@ -266,17 +270,20 @@ class OpenCall:
         self._notes += notes
         self._findings += findings
 
-    def rendered(self, shared: int, tail: Ids) -> None:
-        """Journal the engine's own rendering of `previous` up to and including its answer: the
-        first `shared` ids of its recorded prompt and sample, then `tail`."""
-        if self.previous is not None:
-            self._capture._write(
-                journal.Rendered(
-                    completion_id=self.previous.completion_id,
-                    shared=shared,
-                    tail=journal.pack(tail),
-                )
+    def rendered(self, answer: Ids) -> None:
+        """Journal the engine's own rendering of the answer that is continued, once."""
+        previous = self.previous
+        if previous is None or previous.answer_rendered:
+            return
+        shared = common_start(previous.sampled_ids, answer)
+        self._capture._write(
+            journal.Rendered(
+                completion_id=previous.completion_id,
+                shared=shared,
+                tail=journal.pack(answer[shared:]),
             )
+        )
+        previous.answer_rendered = True
 
     def heard(self, tokens: int, told: Sequence[TurnEvent], events: int) -> None:
         """The harness was there while the first events of what is told of the answer were written,
@@ -395,6 +402,7 @@ class OpenCall:
             head=self._branch.head,
             place=place,
             mode=record.mode,
+            canonical_length=self.canonical_length,
             findings=tuple(record.findings),
             chain=self._chain,
         )

@@ -191,6 +191,12 @@ class Rendering(Protocol):
     @property
     def ids(self) -> Ids: ...
 
+    def __len__(self) -> int: ...
+
+    def last(self, count: int) -> Ids:
+        """Its last `count` ids."""
+        ...
+
     def after(self, earlier: "Rendering", *, less: int = 0) -> Ids | None:
         """What follows in this one the ids of `earlier` without its last `less` ones; None when
         this one does not begin with those."""

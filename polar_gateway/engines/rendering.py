@@ -25,6 +25,13 @@ class JsonRendering:
     def ids(self) -> Ids:
         return _read(self.text)
 
+    def __len__(self) -> int:
+        return self.text.count(b",") + 1 if self.text != b"[]" else 0
+
+    def last(self, count: int) -> Ids:
+        start = _end_without(self.text, count)
+        return _read(b"[" + self.text[max(start, 1) :].removeprefix(b",")) if count else array("i")
+
     def after(self, earlier: Rendering, *, less: int = 0) -> Ids | None:
         text = earlier.text if isinstance(earlier, JsonRendering) else spelling(earlier.ids)
         end = _end_without(text, less)

@@ -38,6 +38,12 @@ class Rendered:
     def __init__(self, ids: list[int]) -> None:
         self.ids: Ids = array("i", ids)
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def last(self, count: int) -> Ids:
+        return self.ids[len(self.ids) - count :]
+
     def after(self, earlier: "Rendered", *, less: int = 0) -> Ids | None:
         known = earlier.ids[: len(earlier.ids) - less]
         return self.ids[len(known) :] if self.ids[: len(known)] == known else None

@@ -107,6 +107,17 @@ class Talk:
         assert last.prompt_ids[: len(known)] == known
         return self.tokenizer.decode(last.prompt_ids[len(known) :].tolist())
 
+    @property
+    def canonical(self) -> list[int]:
+        """The last prompt with every answer in it as the record says that the engine renders it."""
+        first, *others = self.completions
+        ids = first.prompt_ids
+        for each in others:
+            assert each.previous is not None and each.previous.canonical_ids is not None
+            ids = ids + each.previous.canonical_ids
+            ids += each.prompt_ids[len(each.previous.context_ids) :]
+        return ids.tolist()
+
     async def rendered(self, **fields: Any) -> list[int]:
         """What the engine would have made of the messages of the last call."""
         engine = self.backends.first.engine
@@ -189,6 +200,7 @@ async def many_turns(talk: Talk) -> None:
         assert talk.new == "\n" + result_text("ok", "ok")
         assert talk.last.prompt_ids.tolist() != await talk.rendered()
     assert talk.modes == ["messages"] + 4 * ["tokens"]
+    assert talk.canonical == await talk.rendered()
 
 
 async def truncated(talk: Talk) -> None:

@@ -14,6 +14,7 @@ from polar_gateway.capture.interstitial import (
     Frame,
     added_behind_first_end,
     added_past_markup,
+    canonical_answer,
     common_start,
     composed,
     difference,
@@ -226,3 +227,23 @@ def test_what_differs_stands_between_what_does_not(a: list[int], b: list[int]) -
     assert one[:start] + first + one[len(one) - behind :] == one
     assert one[:start] + second + one[len(one) - behind :] == other
     assert (one == other) == (not first and not second)
+
+
+@pytest.mark.parametrize("template", [Template(), Template(closes=False)])
+def test_an_answer_is_cut_out_of_its_rendering_with_its_end_of_turn(template: Template) -> None:
+    asked = [Message(USER, "go")]
+    prompt = template.render(asked)
+    closed = template.render([*asked, Message(ASSISTANT, "done")], closed=True)
+    answer = array("i", [*encode("done"), *([END] if template.closes else [])])
+    closing = 2 if template.closes else 0
+    ends = closed[len(prompt) - 1 :]
+    assert canonical_answer(ends, prompt[-1:], closing) == answer
+
+
+def test_an_answer_that_begins_otherwise_than_its_prompt_said_is_not_cut_out() -> None:
+    template = Template(marks_next=True)
+    asked = [Message(USER, "go")]
+    prompt = template.render(asked)
+    closed = template.render([*asked, Message(ASSISTANT, "all done")], closed=True)
+    assert canonical_answer(closed[len(prompt) - 1 :], prompt[-1:], 2) is None
+    assert canonical_answer(array("i"), prompt[-1:], 2) is None

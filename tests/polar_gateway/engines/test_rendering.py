@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders.records import Ids
 from polar_gateway.engines.base import EngineError
 from polar_gateway.engines.rendering import JsonRendering
 
@@ -21,6 +22,12 @@ class Known:
     def __init__(self, ids: list[int]) -> None:
         self.ids = array("i", ids)
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def last(self, count: int) -> Ids:
+        raise NotImplementedError
+
     def after(self, earlier: object, *, less: int = 0) -> None:
         raise NotImplementedError
 
@@ -35,6 +42,14 @@ def test_what_follows_is_what_the_ids_say(
         begins = whole[: len(kept)] == kept
         expected = array("i", whole[len(kept) :]) if begins else None
         assert rendering(whole).after(before, less=less) == expected
+
+
+@given(Numbers)
+def test_the_last_ids_are_read_without_those_before_them(ids: list[int]) -> None:
+    whole = rendering(ids)
+    assert len(whole) == len(ids)
+    for count in range(len(ids) + 1):
+        assert whole.last(count).tolist() == ids[len(ids) - count :]
 
 
 def test_a_number_that_goes_on_is_another() -> None:
