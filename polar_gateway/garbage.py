@@ -20,8 +20,9 @@ def collect_rarely() -> None:
     gc.set_threshold(*THRESHOLDS)
 
 
-LARGE = 128 << 10
-"""Bytes of a block that goes back to the system as soon as it is free."""
+LARGE = 256 << 10
+"""Bytes of a block that goes back to the system as soon as it is free. Half of it would catch the
+buffers of connections, too, which cost more to get anew than they are worth."""
 
 _M_MMAP_THRESHOLD = -3
 

@@ -69,13 +69,11 @@ def shared_prefix(prompt: Ids, parent: TokenNode) -> int:
 
     Compares piece by piece along the parent's own ancestry, so that no prompt is expanded.
     """
-    ours = prompt.tobytes()
     size = prompt.itemsize
     for start, piece in _context_pieces(parent):
-        theirs = memoryview(piece).cast("B")
-        if not ours.startswith(theirs, start * size):
-            stop = start * size + len(theirs)
-            return start + _common(ours[start * size : stop], bytes(theirs)) // size
+        ours = prompt[start : start + len(piece)].tobytes()  # bytes are compared in bulk
+        if not ours.startswith(memoryview(piece)):
+            return start + _common(ours, piece.tobytes()) // size
     return min(len(prompt), parent.prompt_length + len(parent.sampled_ids))
 
 
@@ -87,14 +85,18 @@ def _context_pieces(call: TokenNode) -> list[tuple[int, Ids]]:
     while node is not None and wanted > 0:
         prompt_end = node.prompt_length
         if wanted > prompt_end:
-            pieces.append((prompt_end, node.sampled_ids[: wanted - prompt_end]))
+            pieces.append((prompt_end, _first(node.sampled_ids, wanted - prompt_end)))
             wanted = prompt_end
         if wanted > node.shared:
-            pieces.append((node.shared, node.tail[: wanted - node.shared]))
+            pieces.append((node.shared, _first(node.tail, wanted - node.shared)))
             wanted = node.shared
         node = node.parent
     pieces.reverse()
     return pieces
+
+
+def _first(ids: Ids, count: int) -> Ids:
+    return ids if count >= len(ids) else ids[:count]
 
 
 def _common(a: bytes, b: bytes) -> int:
