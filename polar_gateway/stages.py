@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import anyio
 import anyio.to_thread
@@ -18,6 +18,7 @@ import msgspec
 
 import builders
 import evaluators
+from builders.base import StrategySpec
 from builders.check import check
 from builders.records import CompletionSession, Trajectory
 from evaluators.base import Evaluation, EvaluationContext, ExecResult
@@ -339,15 +340,19 @@ async def move_workdir(
 
 
 def build(dispatch: SessionDispatchRequest, session: CompletionSession) -> Trajectory:
+    return built(dispatch.builder.strategy, dispatch.builder.config, session)
+
+
+def built(strategy: str, config: dict[str, Any], session: CompletionSession) -> Trajectory:
     """Build and check; a trajectory that breaks an invariant is never handed on."""
-    with boundary("builder", f"builder {dispatch.builder.strategy}"):
-        builder = builders.make(dispatch.builder)
+    with boundary("builder", f"builder {strategy}"):
+        builder = builders.make(StrategySpec(strategy=strategy, config=config))
         trajectory = builder.build(session)
         violations = check(session, trajectory, builder.options)
     if violations:
         raise BoundaryError(
             "builder",
-            f"builder {dispatch.builder.strategy} broke {len(violations)} invariant(s): {violations[0]}",
+            f"builder {strategy} broke {len(violations)} invariant(s): {violations[0]}",
             detail="\n".join(map(str, violations)),
         )
     return trajectory

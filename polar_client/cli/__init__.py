@@ -31,8 +31,23 @@ class _LaterCommands(click.Group):
 harness_commands = _LaterCommands(
     name="harness", help="Install and list the CLI agents that tasks can name as their harness."
 )
-engine_commands = _LaterCommands(name="engine", help="Look at a model server before a node uses it.")
-COMMANDS = (up, server, gateway, submit, status, cancel, harness_commands, engine_commands)
+engine_commands = _LaterCommands(
+    name="engine", help="Look at a model server before a node uses it."
+)
+journal_commands = _LaterCommands(
+    name="journal", help="Read, verify and rebuild recorded sessions."
+)
+COMMANDS = (
+    up,
+    server,
+    gateway,
+    submit,
+    status,
+    cancel,
+    harness_commands,
+    engine_commands,
+    journal_commands,
+)
 ALIASES = {"serve_rollout": server, "serve_gateway": gateway}
 """Names that existing scripts use."""
 

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.eligible import Options, split
-from builders.records import Completion, CompletionSession, Floats, Ids
-from polar_gateway.capture.journal import CaptureError, read_journal
+from builders.records import Completion, CompletionSession, Floats, Ids, VersionSpan
+from polar_gateway.capture.journal import CaptureError, Syncer, read_journal
 from polar_gateway.capture.reading import read_session
 from polar_gateway.capture.session import OpenCall, SessionCapture
-from polar_gateway.capture.tokens import shared_prefix
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
-from polar_gateway.engines.base import EngineReply
+from polar_gateway.engines.base import EngineReply, Tensor
 from tests.polar_gateway.capture.blocks import closed, parent_of, recorded
 from tests.polar_gateway.capture.test_journal import files_limited_to
 
@@ -464,9 +463,10 @@ def test_reading_back_a_long_session_takes_no_recursion(tmp_path: Path) -> None:
     prompt = [1]
     messages = [user("hi")]
     for turn in range(600):
-        completion = closed(capture, start(capture, messages), reply(prompt, [turn]))
+        answer = reply(prompt, [turn])
+        start(capture, messages).close(answer, {})
         prompt.append(turn)
-        messages = [*messages, completion.response_message]
+        messages = [*messages, answer.message]
     assert capture.completion_session([]).completions[-1].prompt_ids == array("i", prompt[:-1])
 
 
@@ -561,40 +561,6 @@ def test_a_journal_holds_exactly_the_live_session(
     assert tokens == sum(len(call[3]) for call in history if call[0] not in ("failed", "silent"))
 
 
-def test_the_shared_prefix_is_the_longest_one() -> None:
-    def completion(
-        index: int, parent: Completion | None, prompt: list[int], sampled: list[int]
-    ) -> Completion:
-        ids: Ids = array("i", prompt)
-        shared = 0 if parent is None else shared_prefix(ids, parent)
-        return Completion(
-            completion_id=str(index),
-            index=index,
-            parent=parent,
-            shared=shared,
-            tail=ids[shared:],
-            sampled_ids=array("i", sampled),
-            logprobs=None,
-            messages_tail=[],
-            response_message={},
-            finish_reason="stop",
-        )
-
-    chance = random.Random(1)
-    node: Completion | None = None
-    for index in range(300):
-        before = [] if node is None else list(node.context_ids)
-        kept = before[: chance.randrange(len(before) + 1)] if chance.random() < 0.5 else before
-        prompt = kept + [chance.randrange(2) for _ in range(chance.randrange(4))]
-        expected = next(
-            (i for i, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b),
-            min(len(prompt), len(before)),
-        )
-        node = completion(index, node, prompt, [chance.randrange(2)])
-        assert node.shared == expected
-        assert list(node.prompt_ids) == prompt
-
-
 def test_a_call_cut_by_the_seal_says_how_much_of_it_was_delivered(tmp_path: Path) -> None:
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
@@ -613,3 +579,118 @@ def test_what_the_engine_had_to_be_asked_otherwise_is_noted(tmp_path: Path) -> N
     answered.notes = ["max_tokens: 5 instead of 900"]
     assert closed(capture, call, answered, {}).notes == ["max_tokens: 5 instead of 900"]
     assert plain(read_session(tmp_path / "journal")) == plain(capture.completion_session())
+
+
+# ---- the disk and large things ----
+
+
+def test_a_full_disk_fails_the_call_and_leaves_no_half_a_record(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    start(capture, [user("a")]).close(reply([1], [END]), {})
+    call, path = start(capture, [user("b" * 50)]), tmp_path / "journal"
+    with (
+        files_limited_to(path.stat().st_size + 20),
+        pytest.raises(CaptureError, match=r"cannot write to the journal .*: File too large"),
+    ):
+        call.close(reply([2], [3, END]), {})
+    session = capture.completion_session()
+    assert (len(session.completions), session.findings) == (1, ["call_unfinished"])
+    assert capture.completion_count == 1
+    with files_limited_to(path.stat().st_size), pytest.raises(CaptureError):
+        start(capture, [user("c")])
+    with files_limited_to(path.stat().st_size), pytest.raises(CaptureError):
+        start(capture, [user("c")], [tool("bash")])
+    # Once there is room again, nothing is amiss.
+    closed(capture, call, reply([2], [3, END]))
+    last = closed(capture, start(capture, [user("c")], [tool("bash")]), reply([4], [END]))
+    assert last.tools == [tool("bash")]
+    assert read_session(path).findings == []
+
+
+async def test_a_call_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path) -> None:
+    syncer = Syncer()
+    capture = SessionCapture(
+        session_id="s1",
+        task_id=None,
+        journal_path=tmp_path / "journal",
+        metadata={},
+        policy_version=None,
+        syncer=syncer,
+    )
+    call = start(capture, [user("a")])
+    call.close(reply([1], [END]), {})
+    assert syncer.rounds == 0
+    await call.durable()
+    assert syncer.rounds == 1
+    capture.close()
+    with pytest.raises(CaptureError, match="cannot flush the journal"):
+        await call.durable()
+
+
+async def test_what_is_large_is_kept_beside_the_journal_and_referred_to(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    answered = reply([1], [END])
+    answered.tensors = [Tensor("routed_experts", b"\x93NUMPY and so on")]
+    await call.keep(answered.tensors)
+    [tensor] = closed(capture, call, answered).tensors
+    assert tensor.name == "routed_experts"
+    assert (tmp_path / tensor.file).read_bytes() == answered.tensors[0].data
+
+
+def test_numbers_of_any_size_can_be_recorded(tmp_path: Path) -> None:
+    capture = SessionCapture(
+        session_id="s1",
+        task_id=None,
+        journal_path=tmp_path / "journal",
+        metadata={"seed": 10**30},
+        policy_version=None,
+    )
+    asked = request([user("a")], [{"type": "function", "function": {"name": "f"}}])
+    assert asked.tools is not None
+    asked.tools[0]["function"]["parameters"] = {"maximum": 10**30}
+    asked.template_kwargs = {"budget": 10**30}
+    call = capture.open(asked, completion_id="msg_1", dialect="chat", headers={})
+    completion = closed(capture, call, reply([1], [END]), {"seed": 10**30})
+    assert completion.tools == asked.tools
+    assert completion.asked == {"template_kwargs": {"budget": 10**30}}
+    assert completion.sampling == {"seed": 10**30}
+    assert capture.completion_session().metadata == {"seed": 10**30}
+
+
+def test_how_a_call_was_asked_is_recorded_with_it_also_where_it_is_cut_off(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    call.backend, call.policy_version = "b1", "13"
+    call.composed("tokens", notes=["asked so"], findings=["history_kept"])
+    call.follow(Stream([1]).say(3), {"top_p": 0.9})
+    call.append()
+    [open_] = capture.completion_session().completions
+    assert (open_.mode, open_.backend, open_.policy_version) == ("tokens", "b1", "13")
+    assert open_.sampling == {"top_p": 0.9}
+    answered = reply([1], [3, END])
+    answered.logprob_kind = "processed"
+    answered.versions = [
+        VersionSpan(version="13", start=0, end=1),
+        VersionSpan(version="14", start=1, end=2),
+    ]
+    ended = closed(capture, call, answered, {"top_p": 0.9})
+    assert (ended.mode, ended.backend, ended.policy_version) == ("tokens", "b1", "13")
+    assert (ended.notes, ended.findings) == (["asked so"], ["history_kept"])
+    assert (ended.logprob_kind, ended.versions) == ("processed", answered.versions)
+
+
+def test_what_is_resident_is_what_the_journal_holds_without_its_words(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    node = start(capture, [user("a")]).close(reply([1, 2], [3, END]), {})
+    on = [user("a"), reply([1, 2], [3, END]).message, user("b")]
+    call = start(capture, on)
+    assert (call.previous, call.attached, call.previous_messages) == (node, "exact", 2)
+    later = call.close(reply([1, 2, 3, END, 4], [5]), {})
+    first, second = capture.completion_session().completions
+    for resident, read in ((node, first), (later, second)):
+        assert (resident.completion_id, resident.index) == (read.completion_id, read.index)
+        assert (resident.shared, resident.tail) == (read.shared, read.tail)
+        assert resident.sampled_ids == read.sampled_ids
+    assert (second.previous, second.attached) == (first, "exact")
+    assert second.parent is first
