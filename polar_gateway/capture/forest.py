@@ -67,8 +67,8 @@ class Said:
         """The latest call that came through here, for each head."""
         self.answers: list[Node] | None = None
         """The calls whose answer this is, said here or where it was said first."""
-        self.halves: list[Node] | None = None
-        """The calls that were said to have answered this, as no more was delivered."""
+        self.halves: list[_Rival] | None = None
+        """The calls of whose answers this is all that a harness had received once."""
         self.echo: _Echo | None = None
         """The last echo that nothing but this can be meant by."""
 
@@ -97,6 +97,14 @@ class Said:
                 self._several[digest] = found
         return found
 
+    @property
+    def received(self) -> bool:
+        """Whether this is no answer of calls alone whose answers, by all that is known, did not get
+        through."""
+        return not self.answers or any(
+            answer.delivered or answer.continued for answer in self.answers
+        )
+
     def may_be_of(self, reference: str | None) -> bool:
         """Whether this is no answer of another call than the one referred to."""
         return (
@@ -112,6 +120,21 @@ class _Echo(NamedTuple):
     digest: bytes
     reference: str | None
     restoration: Restoration
+
+
+class _Rival(NamedTuple):
+    """A call that a request may continue."""
+
+    node: Node
+    tokens: int | None
+    """How many of its sampled tokens the request would go on from; None: all of them."""
+
+    def same(self, other: "_Rival") -> bool:
+        """Whether it makes no difference which of the two is continued."""
+        return (
+            self.node.sampled_ids[: self.tokens] == other.node.sampled_ids[: other.tokens]
+            and self.node.prompt_ids == other.node.prompt_ids
+        )
 
 
 class _Sent(NamedTuple):
@@ -216,7 +239,7 @@ class Forest:
                 reference = request.answers.get(index)
                 found = None if said is None else said.child(digest)
                 call_ids = []
-                if found is None or not found.may_be_of(reference):
+                if found is None or not (found.received and found.may_be_of(reference)):
                     following = sent[index + 1] if index + 1 < len(sent) else None
                     echo = _Sent(message, digest, reference, following, request.tools)
                     recalled = self._recall(said, echo)
@@ -279,38 +302,39 @@ class Forest:
     ) -> Attachment | None:
         for depth in range(len(branch.path), 0, -1):
             said, index = branch.path[depth - 1], depth - 1
-            answered = [
-                node
+            rivals = [
+                self._whole(node)
                 for node in said.answers or ()
                 if node.said is said and node.head == branch.head
             ]
-            halves = [
-                node
-                for node in said.halves or ()
-                if node.head == branch.head and not node.delivered
-            ]
-            rivals = answered or halves
+            rivals += [half for half in said.halves or () if half.node.head == branch.head]
             if not rivals:
                 continue
 
-            def evidence(node: Node, index: int = index) -> tuple[bool, bool, bool]:
-                referred = references.get(index) == node.completion_id
-                return referred, node.chain == chain, node.delivered
+            def evidence(rival: _Rival, index: int = index) -> tuple[bool, bool, bool, bool]:
+                node, tokens = rival
+                return (
+                    references.get(index) == node.completion_id,
+                    node.chain == chain,
+                    tokens is None and node.delivered,
+                    tokens is not None,
+                )
 
-            chosen = max(rivals, key=lambda n: (evidence(n), not n.continued, n.index))
-            others = [n for n in rivals if n is not chosen and evidence(n) == evidence(chosen)]
-            level = walk.levels.get(index, "exact")
-            continued = None
-            if not answered or self._was_told_all_its_words(chosen):
-                level, continued = "half_delivered", chosen.delivered_tokens
+            chosen = max(rivals, key=lambda r: (evidence(r), not r.node.continued, r.node.index))
+            others = [each for each in rivals if evidence(each) == evidence(chosen)]
+            half = chosen.tokens is not None
             return Attachment(
-                chosen,
-                level,
-                index in walk.ambiguous or any(not _same(n, chosen, continued) for n in others),
-                continued,
+                chosen.node,
+                "half_delivered" if half else walk.levels.get(index, "exact"),
+                index in walk.ambiguous or not all(chosen.same(each) for each in others),
+                chosen.tokens,
                 depth,
             )
         return None
+
+    def _whole(self, node: Node) -> _Rival:
+        """All of the call's answer, or as much of it as was told where that has all its words."""
+        return _Rival(node, node.delivered_tokens if self._was_told_all_its_words(node) else None)
 
     def _was_told_all_its_words(self, node: Node) -> bool:
         """Whether an answer that was not delivered lacks tokens without words alone."""
@@ -380,8 +404,8 @@ class Forest:
                     continue
                 half = before.grown(message_digest(words))
                 half.halves = half.halves or []
-                if node not in half.halves:
-                    half.halves.append(node)
+                if (rival := _Rival(node, node.delivered_tokens)) not in half.halves:
+                    half.halves.append(rival)
                 found = _Recalled(half, words, restoration._replace(level="half_delivered"))
         return found
 
@@ -433,14 +457,6 @@ def _latest(said: Said) -> Node:
 def _goes_on(said: Said, following: dict[str, Any], restoration: Restoration) -> bool:
     digest = message_digest(_reissued(following, list(restoration.call_ids)))
     return said.child(digest) is not None
-
-
-def _same(one: Node, other: Node, continued: int | None) -> bool:
-    """Whether it makes no difference which of the two is continued, from that token on."""
-    return (
-        one.sampled_ids[:continued] == other.sampled_ids[:continued]
-        and one.prompt_ids == other.prompt_ids
-    )
 
 
 def _reissued(message: dict[str, Any], call_ids: list[tuple[str, str]]) -> dict[str, Any]:

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from builders.records import Completion
 from polar_gateway.capture.session import OpenCall, SessionCapture
 from polar_gateway.dialects.messages import assistant_message, message_of
-from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
+from polar_gateway.dialects.turn import (
+    Block,
+    BlockDelta,
+    BlockStart,
+    Call,
+    ModelRequest,
+    Reasoning,
+    Text,
+    TurnEvent,
+    Usage,
+)
 from polar_gateway.engines.base import EngineReply
 from tests.polar_gateway.capture.blocks import blocks_of, closed, parent_of
 
@@ -410,6 +420,63 @@ def test_a_half_delivered_answer_keeps_the_half_that_the_harness_kept(
     call.undelivered()
     sent = [*GO, assistant_message("I look at it,", "a", []), user("Go on.")]
     assert capture.restored(asked(sent)).messages == sent
+
+
+def told(*pieces: str) -> list[TurnEvent]:
+    return [BlockStart(kind="text"), *(BlockDelta(text=piece) for piece in pieces)]
+
+
+def sampling(ids: list[int], text: str) -> EngineReply:
+    return msgspec.structs.replace(
+        reply(Text(text=text)),
+        sampled_ids=array("i", ids),
+        logprobs=array("f", [-0.5] * len(ids)),
+    )
+
+
+def test_a_half_goes_on_from_its_own_tokens_however_much_is_delivered_later(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first, events = session.open(asked(GO)), told("I look", " around")
+
+    def continued(text: str, more: str) -> tuple[str | None, int | None]:
+        sent = [*GO, assistant_message(text, "", []), user(more)]
+        answered = session.answer(asked(sent), Text(text=f"Done: {more}"))
+        assert answered.previous is not None
+        assert answered.previous.completion_id == first.completion_id
+        return answered.attached, answered.continued_tokens
+
+    first.heard(2, events, 2)
+    first.close(sampling([1, 2, 3, 4, 5], "I look around."), {})
+    first.undelivered()
+    assert continued("I look", "a") == ("half_delivered", 2)
+    first.heard(4, events, 3)
+    first.undelivered()
+    assert continued("I look", "b") == ("half_delivered", 2)
+    assert continued("I look around", "c") == ("half_delivered", 4)
+    capture.redelivered(first.completion_id)
+    assert continued("I look", "d") == ("half_delivered", 2)
+    assert continued("I look around.", "e") == ("exact", None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_an_answer_that_was_not_told_and_the_half_of_another_the_half_is_continued(
+    capture: SessionCapture, first: bool
+) -> None:
+    session = Session(capture)
+    silent, half = session.open(asked(GO)), session.open(asked(GO))
+    half.heard(3, told("I look", " around"), 2)
+    ending = [(silent, sampling([1, 2], "I look")), (half, sampling([3, 4, 5, 6], "I look around"))]
+    for call, answer in ending if first else reversed(ending):
+        call.close(answer, {})
+        call.undelivered()
+    sent = [*GO, assistant_message("I look", "", []), user("Go on.")]
+    answered = session.answer(asked(sent), Text(text="Done."))
+    assert answered.previous is not None
+    assert answered.previous.completion_id == half.completion_id
+    assert (answered.attached, answered.continued_tokens) == ("half_delivered", 3)
+    assert not answered.ambiguous
 
 
 # ---- over generated conversations ----
