@@ -2,7 +2,7 @@
 # make test     the whole test-suite, with everything it needs
 # make check    the quick inner loop: lint, types, and the tests that need neither network nor containers
 #               nor a whole deployment
-# make bench    what a proxied call costs, one JSON object a line                   [ONLY=prefix,prefix]
+# make bench    what calls and long sessions cost, one JSON object a line           [ONLY=prefix,prefix]
 # make clean    remove the virtual environment and what tools left behind
 
 ENGINE ?= scripted
