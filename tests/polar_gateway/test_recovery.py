@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from builders.base import StrategySpec
 from harness_adapters.base import AgentSpec
 from polar_gateway import recovery
 from polar_gateway.protocol import SessionDispatchRequest, SessionResult
 from polar_gateway.testing.engine import ScriptedEngine
 from polar_gateway.testing.serve import serve
+from tests.polar_gateway.capture.test_session import capture_in, reply, start, user
 from tests.polar_gateway.gateway import TOKEN, Gateway, call, gateway, script
 
 NODE = """
@@ -68,6 +70,35 @@ async def test_a_killed_gateway_reports_what_its_journal_holds(tmp_path: Path) -
     assert any(any(trace.loss_mask) for trace in result.trajectory.traces)
     assert result.verdict is not None
     assert (result.verdict.reward, result.verdict.tokens) == ("infra", "prefix")
+
+
+def test_what_stands_before_the_damage_in_a_journal_is_reported(tmp_path: Path) -> None:
+    dispatch = SessionDispatchRequest(
+        session_id="s1",
+        task_id="t1",
+        instruction="x",
+        agent=AgentSpec(harness="codex"),
+        builder=StrategySpec(strategy="prefix_merging"),
+    )
+    folder = tmp_path / "att-1"
+    recovery.accept(folder, dispatch)
+    capture = capture_in(folder)
+    capture.journal_path.rename(folder / recovery.JOURNAL)
+    for text in "ab":
+        start(capture, [user(text)]).close(reply([1], [3, 4]), {})
+    capture.close()
+    data = bytearray((folder / recovery.JOURNAL).read_bytes())
+    data[-20] ^= 1
+    (folder / recovery.JOURNAL).write_bytes(data)
+    result = recovery.result_of(folder, dispatch, "n1", "the node was killed")
+    assert result.failure is not None
+    assert (result.failure.boundary, result.failure.infra) == ("lost_node", True)
+    assert result.completion_count == 1
+    assert result.trajectory is not None
+    assert [trace.loss_mask for trace in result.trajectory.traces] == [[1, 1]]
+    assert result.verdict is not None
+    codes = {finding.code for finding in result.verdict.findings}
+    assert {"cut_off", "journal_damaged", "call_unfinished"} <= codes
 
 
 def test_an_attempt_is_unfinished_until_it_is_marked(tmp_path: Path) -> None:
