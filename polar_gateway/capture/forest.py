@@ -19,9 +19,9 @@ from polar_gateway.capture.digests import message_digest
 from polar_gateway.capture.restore import AMBIGUOUS, Candidate, Part, Restoration
 from polar_gateway.dialects.turn import ModelRequest
 
-MOST_SUSPECTS = 64
-"""Answers that one echo is compared with, the latest ones: some engines give every call the same
-id."""
+MANY = 8
+"""Answers that one echo is compared with. Where more may be meant, as some engines give every call
+the same id, it is those that read like it."""
 
 Answers = Callable[["Node"], dict[str, Any]]
 """Reads the words of a call's answer. Raises CaptureError."""
@@ -55,7 +55,7 @@ class Node(TokenNode, kw_only=True, eq=False):
 class Said:
     """One message in the place where it was said."""
 
-    __slots__ = ("_only", "_several", "answers", "digest", "echo", "halves", "latest")
+    __slots__ = ("_only", "_several", "answers", "digest", "echo", "halves", "latest", "likeness")
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
@@ -71,6 +71,8 @@ class Said:
         """The calls of whose answers this is all that a harness had received once."""
         self.echo: _Echo | None = None
         """The last echo that nothing but this can be meant by."""
+        self.likeness: bytes | None = None
+        """Of an answer, once it was asked for."""
 
     @property
     def children(self) -> Sequence["Said"]:
@@ -224,6 +226,9 @@ class Forest:
     def node(self, completion_id: str) -> Node:
         return self._by_id[completion_id]
 
+    def find(self, completion_id: str) -> Node | None:
+        return self._by_id.get(completion_id)
+
     # a request comes
 
     def restored(self, request: ModelRequest) -> tuple[ModelRequest, Walk]:
@@ -357,8 +362,9 @@ class Forest:
                 in_place.get(id(each.answers), each) for each in self._suspects(echo, here)
             )
         )
-        near = [each for each in suspects if each in here]
-        far = [each for each in suspects if each not in here][-MOST_SUSPECTS:]
+        places = set(here)
+        near = self._alike(echo, [each for each in suspects if each in places])
+        far = self._alike(echo, [each for each in suspects if each not in places])
         delivered = [each for each in near if _latest(each).delivered]
         return (
             self._chosen(echo, delivered, in_place=True)
@@ -366,6 +372,17 @@ class Forest:
             or self._chosen(echo, near, in_place=True)
             or self._chosen(echo, far, in_place=False)
         )
+
+    def _alike(self, echo: _Sent, suspects: Sequence[Said]) -> Sequence[Said]:
+        """Of many answers those that read like the echo, or the latest if none does."""
+        if len(suspects) <= MANY:
+            return suspects
+        likeness = restore.likeness(echo.message)
+        for said in suspects:
+            if said.likeness is None:
+                said.likeness = restore.likeness(self._words(said))
+        alike = [said for said in suspects if said.likeness == likeness]
+        return (alike or suspects)[-MANY:]
 
     def _chosen(self, echo: _Sent, suspects: Sequence[Said], *, in_place: bool) -> _Recalled | None:
         """The one of these answers that the echo is one of."""

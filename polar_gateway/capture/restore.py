@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from builders.records import AttachLevel
+from polar_gateway.capture.digests import value_digest
 from polar_gateway.dialects.messages import assistant_message
 from polar_gateway.dialects.turn import BlockDelta, BlockEnd, BlockStart, TurnEvent
 
@@ -154,6 +155,42 @@ def restoration(
         levels.append("arguments_respelt")
     weakest = max(levels, key=LEVELS.index)
     return Restoration(tuple(dict.fromkeys(notes)), tuple(call_ids), weakest)
+
+
+def likeness(message: dict[str, Any]) -> bytes:
+    """Equal for messages of which one may be restored to the other, defaults of arguments apart;
+    reasoning does not count, as many echoes lack it."""
+    content = message["content"]
+    text = content.strip() if isinstance(content, str) else content
+    calls = [
+        (call["function"]["name"], _respelt(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    return value_digest((text, calls))
+
+
+def _respelt(arguments: str) -> str:
+    """Arguments in a spelling that is the same for all that mean the same."""
+    try:
+        return _sorted(_as_doubles(_parsed(arguments))).decode()
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _as_doubles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_doubles(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_doubles(each) for each in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return str(value)
+    return value
+
+
+_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 def _equal_stripped(one: Any, other: Any) -> bool:

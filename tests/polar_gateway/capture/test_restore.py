@@ -2,8 +2,17 @@ from typing import Any
 
 import pytest
 
-from polar_gateway.capture.restore import Candidate, Restoration, choose, restoration
+from polar_gateway.capture.restore import (
+    Candidate,
+    Part,
+    Restoration,
+    choose,
+    likeness,
+    restoration,
+    told,
+)
 from polar_gateway.dialects.messages import assistant_message, tool_call
+from polar_gateway.dialects.turn import BlockDelta, BlockEnd, BlockStart, TurnEvent
 
 EDIT = {
     "type": "function",
@@ -178,3 +187,93 @@ def test_between_equal_evidence_the_latest_delivered_answer_is_taken_and_it_is_s
         True,
     )
     assert chosen(candidate(1, "a"), candidate(2, "a")) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"b":2,"a":1.0}', '{ "a": 1, "b": 2 }'),
+        ('{"a":[{"b":100}]}', '{"a": [{"b": 1e2}]}'),
+        ("", "{}"),
+        ('{"a":12345678901234567000}', '{"a": 12345678901234567890}'),
+    ],
+)
+def test_echoes_and_answers_of_one_meaning_are_alike(one: str, other: str) -> None:
+    answer = says(one, text=" I look.\n", reasoning="Hm.")
+    assert likeness(answer) == likeness(says(other, text="I look."))
+
+
+def test_what_means_something_else_is_not_alike() -> None:
+    answer = says('{"a":1}', text="I look.")
+    others = [
+        says('{"a":true}', text="I look."),
+        says('{"a":"1"}', text="I look."),
+        says('{"a":2}', text="I look."),
+        says('{"a":1', text="I look."),
+        says('{"a":1}', text="I look"),
+        says('{"a":1}', text="I look.", name="Write"),
+        says(text="I look."),
+        says("1" + "0" * 400, text="I look."),
+        says("[" * 5000, text="I look."),
+    ]
+    assert len({likeness(message) for message in [answer, *others]}) == 1 + len(others)
+
+
+def test_how_far_an_answer_was_told_is_counted_by_what_it_is_made_of() -> None:
+    events: list[TurnEvent] = [
+        BlockStart(kind="reasoning"),
+        BlockDelta(text="Hm"),
+        BlockDelta(text="."),
+        BlockEnd(),
+        BlockStart(kind="text"),
+        BlockDelta(text="Look"),
+        BlockEnd(),
+        BlockStart(kind="call", id="c0", name="Edit"),
+        BlockDelta(text="{}"),
+        BlockEnd(),
+        BlockStart(kind="call", id="c1", name="Edit"),
+        BlockDelta(text="{"),
+    ]
+    answer = says("{}", "{}", text="Look here.", reasoning="Hm. Well.")
+    assert told(events[:2]) == Part(2, 0, 0)
+    assert told(events[:6]) == Part(3, 4, 0)
+    assert told(events[:8]) is told(events) is None  # inside a call
+    part = told(events[:10])
+    assert part == Part(3, 4, 1)
+    assert part.of(answer) == says("{}", text="Look", reasoning="Hm.")
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer", "level"),
+    [
+        (says("{}", text="a"), says("{}", text="a"), "exact"),
+        (says('{"a":1}'), says('{"a": 1.0}'), "arguments_respelt"),
+        (says('{"replace_all":false}'), says("{}"), "default_arguments"),
+        (says(text="a"), says(text="a", reasoning="b"), "reasoning_restored"),
+        (says('{"replace_all":false}'), says("{}", reasoning="b"), "reasoning_restored"),
+        (says(text="a"), says(text="a\n", reasoning="b"), "white_space"),
+    ],
+)
+def test_the_level_is_that_of_the_weakest_difference(
+    echo: dict[str, Any], answer: dict[str, Any], level: str
+) -> None:
+    found = restoration(echo, answer, [EDIT])
+    assert found is not None
+    assert found.level == level
+
+
+def test_defaults_that_no_schema_declares_are_known_of_some_tools() -> None:
+    echo, answer = says('{"a":1,"replaceAll":false}', name="edit"), says('{"a":1}', name="edit")
+    properties: dict[str, Any] = {"a": {}, "replaceAll": {"type": "boolean"}}
+
+    def level(properties: dict[str, Any]) -> str | None:
+        tool = {"name": "edit", "parameters": {"properties": properties}}
+        found = restoration(echo, answer, [{"type": "function", "function": tool}])
+        return found and found.level
+
+    assert level(properties) == "default_arguments"
+    assert level({**properties, "replaceAll": {"default": True}}) is None
+    assert level({"a": {}}) is None  # another tool of that name
+    no_longer_offered = restoration(echo, answer, None)
+    assert no_longer_offered is not None
+    assert no_longer_offered.level == "default_arguments"
