@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from polar_gateway.backends import BackendRefusedError, WeightUpdate
+from polar_gateway.backend import WeightUpdate
+from polar_gateway.backends import BackendRefusedError
 from polar_gateway.config import BackendConfig
 from polar_gateway.engines.base import PauseMode
 from polar_gateway.node import DispatchRefusedError, Node

@@ -1,26 +1,24 @@
-"""The running engines behind a node: who has which, how they pause, and what their weights are called.
+"""The backends of a node: which session has which, how they come and go, and orders to several.
 
 A session keeps its backend, whose cache knows its prompts; it moves when that one fails or is
-removed. A paused backend admits no call: calls wait at its gate, and what the engine aborted comes
-back there to be gone on with. All state is this process's own; the loop that serves sessions is the
-only one that changes it.
+removed. All state is this process's own; the loop that serves sessions is the only one that changes
+it.
 """
 
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import anyio
 import msgspec
 
+from polar_gateway.backend import Backend, WeightUpdate
 from polar_gateway.config import BackendConfig, InferenceConfig
-from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines import open_engine
-from polar_gateway.engines.base import Engine, EngineError, EngineProbe, PauseMode
-from polar_gateway.policy_versions import Weights, named
+from polar_gateway.engines.base import Engine, EngineError, PauseMode
+from polar_gateway.likeness import behind, other_ids, restarted, unlike
 from polar_gateway.prompts import unable
 
 logger = logging.getLogger(__name__)
@@ -34,15 +32,6 @@ START_PAUSE = 0.5
 
 FIRST_NAME = "backend-1"
 
-ABORT_SECONDS = 2.0
-"""How long what an engine has aborted may take to arrive."""
-
-SAMPLE_CONVERSATION = [
-    {"role": "system", "content": "You answer in one word."},
-    {"role": "user", "content": "Is it raining, tonight?\n\tÄ, 中, 1234567."},
-]
-"""What two backends must make the same ids of."""
-
 
 class BackendRefusedError(Exception):
     """An order about backends that cannot be carried out; `status` is what it means in HTTP."""
@@ -50,119 +39,6 @@ class BackendRefusedError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-class BackendStatus(msgspec.Struct, kw_only=True):
-    """A backend as people and trainers see it."""
-
-    name: str
-    engine: str
-    model: str
-    healthy: bool
-    failure: str
-    """Why it is not healthy, or why it was closed."""
-    draining: bool
-    paused: bool
-    pause_mode: PauseMode | None
-    updating: bool
-    sessions: int
-    inflight: int
-    policy_version: str | None
-    version_in_doubt: bool
-    """Whether nobody knows which weights it has: an update failed, or it was started anew."""
-
-
-class BackendReport(BackendStatus, kw_only=True):
-    """The same for those who have the node's token."""
-
-    base_url: str
-    probe: EngineProbe
-
-
-class WeightUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A trainer's word that the weights are new."""
-
-    policy_version: str
-    weights_path: str | None = None
-    """A folder that the engine reads them from; None: they are in place already."""
-    backend: str | None = None
-    """None: all of them."""
-    timeout_seconds: float = 600.0
-
-
-class Backend:
-    """One running server of an engine, probed."""
-
-    def __init__(self, name: str, base_url: str, engine: Engine, probe: EngineProbe) -> None:
-        self.name = name
-        self.base_url = base_url
-        self.engine = engine
-        self.probe = probe
-        self.weights = Weights(named(probe.weight_version))
-        self.healthy = True
-        self.failure = ""
-        self.draining = False
-        self.removed = False
-        self.pause_mode: PauseMode | None = None
-        """Set while no calls are admitted."""
-        self.engine_paused = False
-        """Whether the engine itself was told to pause."""
-        self.updating = False
-        self.sessions = 0
-        """How many have it."""
-        self.in_flight = 0
-        """How many calls the engine is working on; those that wait here are not among them."""
-        self.unanswered: set[anyio.CancelScope] = set()
-        """The calls in flight of which nothing was heard yet."""
-        self.used = 0
-        """When it was last used, on a clock that counts uses."""
-        self._changed = anyio.Event()
-
-    @property
-    def open(self) -> bool:
-        return self.pause_mode is None and not self.updating
-
-    def doubt_weights(self) -> None:
-        """They may have become others since they were named."""
-        if not self.weights.in_doubt:
-            version, changes, _ = self.weights
-            self.weights = Weights(version, changes + 1, in_doubt=True)
-
-    def change(self) -> None:
-        """Let all who wait for it look again."""
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def changed(self) -> None:
-        await self._changed.wait()
-
-    async def idle(self) -> None:
-        """Return when no call is in flight, or when it was opened meanwhile."""
-        while self.in_flight and self.pause_mode is not None:
-            await self.changed()
-
-    def status(self) -> BackendStatus:
-        return BackendStatus(**self._status())
-
-    def report(self) -> BackendReport:
-        return BackendReport(**self._status(), base_url=self.base_url, probe=self.probe)
-
-    def _status(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "engine": self.probe.engine,
-            "model": self.probe.model,
-            "healthy": self.healthy,
-            "failure": self.failure,
-            "draining": self.draining,
-            "paused": self.pause_mode is not None,
-            "pause_mode": self.pause_mode,
-            "updating": self.updating,
-            "sessions": self.sessions,
-            "inflight": self.in_flight,
-            "policy_version": self.weights.version,
-            "version_in_doubt": self.weights.in_doubt,
-        }
 
 
 def chosen(backends: Iterable[Backend]) -> Backend:
@@ -178,36 +54,6 @@ def chosen(backends: Iterable[Backend]) -> Backend:
             each.used,
         ),
     )
-
-
-def unlike(probe: EngineProbe, first: EngineProbe) -> list[str]:
-    """Why a backend cannot stand beside those that are there, in sentences; sessions move between
-    them in the middle of a conversation."""
-    problems = list(probe.problems)
-    if probe.model != first.model:
-        problems.append(f"it serves {probe.model!r}, the others {first.model!r}")
-    if first.max_model_len is not None and (probe.max_model_len or 0) < first.max_model_len:
-        problems.append(
-            f"its model takes {probe.max_model_len} tokens, of the others {first.max_model_len}"
-        )
-    for what, has, needed in (
-        ("take prompts as ids by the same routes", probe.token_routes, first.token_routes),
-        ("close turns with the same ids", probe.end_of_turn_ids, first.end_of_turn_ids),
-    ):
-        if has != needed:
-            problems.append(f"it does not {what}: {has} instead of {needed}")
-    if first.resumes and not probe.resumes:
-        problems.append("it cannot go on with an aborted answer, as the others can")
-    return problems
-
-
-def other_weights(probe: EngineProbe, backend: Backend) -> str:
-    """Why a backend that came back is not what it was: an engine that was started anew has the
-    weights that it was started with. Empty where nothing speaks for that."""
-    known, has = backend.weights.version, probe.weight_version
-    if "update" not in probe.controls or known is None or has in (None, known):
-        return ""
-    return f"its weights are {has!r}, not {known!r}, as after a restart; update it"
 
 
 class Admitted(NamedTuple):
@@ -261,14 +107,11 @@ class Lease:
                 with anyio.CancelScope(shield=True):
                     await backend.engine.aclose()
 
-    def failed(self, error: EngineError) -> bool:
+    def failed(self, backend: Backend, error: EngineError) -> bool:
         """The backend failed at a call that may succeed later; whether the session has another
         one now."""
-        before = self._held
-        if before is None:
-            return False
-        self._backends.suspect(before, str(error))
-        return self.backend is not before
+        self._backends.suspect(backend, str(error))
+        return self.backend is not backend
 
     def release(self) -> None:
         """The session has ended; what is still in flight counts no more for it."""
@@ -325,7 +168,8 @@ class Backends:
 
     async def add(self, config: BackendConfig, *, patience: float = 0.0) -> Backend:
         """Probe a backend, and let it serve. Raises BackendRefusedError when it does not answer
-        within `patience` seconds, or cannot do what the others can."""
+        within `patience` seconds, or cannot do what the others can. Where they have been given
+        weights that it has not, it is closed until it is updated and resumed."""
         self._check_free(config.name)
         try:
             engine = opened(self._inference, config, self.model)
@@ -337,6 +181,10 @@ class Backends:
             refuse_for(problems, f"the engine at {config.base_url} cannot serve here")
             self._check_free(config.name)
         backend.name = config.name or self._free_name()
+        if why := behind(backend, list(self)):
+            logger.warning("backend %s admits no calls until it is resumed: %s", backend.name, why)
+            backend.weights = backend.weights.doubted()
+            backend.close("wait", why)
         self._backends[backend.name] = backend
         return backend
 
@@ -357,13 +205,9 @@ class Backends:
                 "it is compared with a backend that answers, and none does now; resume one first",
             )
         try:
-            ours, theirs = [await sample_ids(each) for each in (known, newcomer)]
+            return await other_ids(newcomer, known)
         except EngineError as error:
             raise BackendRefusedError(502, f"a prompt could not be compared: {error}") from error
-        if ours == theirs:
-            return []
-        said = f"it makes other ids of the same conversation than {known.name}"
-        return [f"{said}: its tokenizer or chat template is another"]
 
     def drain(self, name: str) -> Backend:
         """Give it to no more sessions; those that have it keep it to their end."""
@@ -376,7 +220,9 @@ class Backends:
         """Let no call begin there any more; sessions move at their next one, and what is in flight
         is finished."""
         backend = self._leaving(name)
-        if backend.pause_mode is not None:
+        if backend.updating:
+            raise BackendRefusedError(409, f"backend {name} is being updated")
+        if backend.pause_mode is not None and backend.healthy:
             raise BackendRefusedError(409, f"backend {name} is paused; resume it first")
         del self._backends[name]
         backend.removed = True
@@ -431,9 +277,9 @@ class Backends:
             try:
                 probe = await backend.engine.probe()
                 why = "; ".join(unlike(probe, backend.probe))
-                if restarted := other_weights(probe, backend):
-                    why = why or restarted
-                    backend.doubt_weights()
+                if other := restarted(probe, backend):
+                    why = why or other
+                    backend.weights = backend.weights.mistaken()
             except EngineError as error:
                 why = str(error)
         if why != backend.failure:
@@ -459,10 +305,9 @@ class Backends:
                     "it can be paused with mode=wait",
                 )
         for backend in backends:
-            backend.pause_mode = mode
-            backend.change()
+            backend.close(mode)
         with anyio.move_on_after(timeout) as scope:
-            await for_each(backends, _pause)
+            await self._order(backends, lambda each: each.settle(mode), "pause")
         if scope.cancelled_caught:
             busy = ", ".join(f"{each.name}: {each.in_flight}" for each in backends)
             raise BackendRefusedError(
@@ -476,7 +321,7 @@ class Backends:
 
     async def resume(self, name: str | None = None) -> None:
         """Admit calls again, and let the engine go on. Raises BackendRefusedError."""
-        await for_each(self._meant(name), _resume)
+        await self._order(self._meant(name), Backend.resume, "resume")
 
     async def update(self, update: WeightUpdate) -> None:
         """Name the weights from now on, after loading them where a folder is given.
@@ -492,12 +337,37 @@ class Backends:
                 raise BackendRefusedError(
                     409, f"backend {backend.name} takes no orders to load weights"
                 )
-        await for_each(backends, partial(_update, update=update))
+        for backend in backends:
+            backend.begin_update(update)
+        await self._order(backends, lambda each: each.update(update), "update")
         failed = [f"{each.name}: {each.failure}" for each in backends if each.weights.in_doubt]
         if failed:
             raise BackendRefusedError(
                 502, f"the weights were not updated, and no calls are admitted: {'; '.join(failed)}"
             )
+
+    async def _order(
+        self,
+        backends: Iterable[Backend],
+        order: Callable[[Backend], Coroutine[Any, Any, None]],
+        what: str,
+    ) -> None:
+        """All of them at once, each to its end whatever becomes of the others. Raises
+        BackendRefusedError, which names those that did not obey."""
+        disobeyed: list[str] = []
+
+        async def carry_out(backend: Backend) -> None:
+            try:
+                await order(backend)
+            except EngineError as error:
+                self.suspect(backend, f"it did not {what}: {error}")
+                disobeyed.append(f"backend {backend.name} did not {what}: {error}")
+
+        async with anyio.create_task_group() as group:
+            for backend in backends:
+                group.start_soon(carry_out, backend)
+        if disobeyed:
+            raise BackendRefusedError(502, f"no calls are admitted there: {'; '.join(disobeyed)}")
 
     def _meant(self, name: str | None) -> list[Backend]:
         return list(self) if name is None else [self.named(name)]
@@ -505,86 +375,6 @@ class Backends:
     async def aclose(self) -> None:
         for backend in self:
             await backend.engine.aclose()
-
-
-async def _pause(backend: Backend) -> None:
-    mode = backend.pause_mode
-    if mode is not None and mode != "wait":
-        backend.engine_paused = True
-        try:
-            await backend.engine.pause(mode)
-        except EngineError as error:
-            raise BackendRefusedError(
-                502, f"backend {backend.name} did not pause, and admits no calls: {error}"
-            ) from error
-    if mode == "abort":
-        # What reached the engine when it was paused already is held there until it resumes; it is
-        # taken back, and asked anew then.
-        with anyio.move_on_after(ABORT_SECONDS):
-            await backend.idle()
-        for call in list(backend.unanswered):
-            call.cancel()
-    if mode != "keep":
-        await backend.idle()
-
-
-async def _resume(backend: Backend) -> None:
-    if backend.engine_paused:
-        try:
-            await backend.engine.unpause()
-        except EngineError as error:
-            raise BackendRefusedError(
-                502, f"backend {backend.name} did not resume, and admits no calls: {error}"
-            ) from error
-    backend.engine_paused = False
-    backend.pause_mode = None
-    backend.change()
-
-
-async def _update(backend: Backend, update: WeightUpdate) -> None:
-    backend.doubt_weights()
-    backend.updating = True
-    backend.change()
-    why = f"it took longer than {update.timeout_seconds:g} s"
-    try:
-        with anyio.move_on_after(update.timeout_seconds):
-            if "update" in backend.probe.controls:
-                await backend.engine.update(update.policy_version, update.weights_path)
-            backend.weights = Weights(update.policy_version, backend.weights.changes + 1)
-            return
-    except EngineError as error:
-        why = str(error)
-    finally:
-        backend.updating = False
-        if backend.weights.in_doubt:
-            backend.failure = f"the update to {update.policy_version} failed: {why}"
-            backend.pause_mode = backend.pause_mode or "wait"
-        backend.change()
-
-
-async def for_each(
-    backends: Iterable[Backend], act: Callable[[Backend], Coroutine[Any, Any, None]]
-) -> None:
-    """Do it for all at once; the first refusal is raised as such."""
-    try:
-        async with anyio.create_task_group() as group:
-            for backend in backends:
-                group.start_soon(act, backend)
-    except* BackendRefusedError as refused:
-        error: BaseException = refused
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
-async def sample_ids(backend: Backend) -> list[int]:
-    """The ids that a backend makes of the sample conversation. Raises EngineError."""
-    request = ModelRequest(
-        model=backend.probe.model, messages=SAMPLE_CONVERSATION, tools=None, max_tokens=1
-    )
-    if backend.probe.renders == "full":
-        return (await backend.engine.render(request)).ids.tolist()
-    return (await backend.engine.complete(request, "polar-compare")).prompt_ids.tolist()
 
 
 def opened(inference: InferenceConfig, config: BackendConfig, model: str) -> Engine:

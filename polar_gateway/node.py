@@ -332,7 +332,7 @@ class Node:
             "status": "closing" if self.closing else "ok",
             "node_id": self.parts.node_id,
             "engine": self.parts.probe,
-            "backends": [backend.status() for backend in self.backends],
+            "backends": [backend.health() for backend in self.backends],
             "metrics": self.metrics(),
             "model_port": self.parts.listener.port,
         }

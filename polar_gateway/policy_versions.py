@@ -22,7 +22,26 @@ class Weights(NamedTuple):
     changes: int = 0
     """Grows when an update begins: what was sampled between two equal ones had the same weights."""
     in_doubt: bool = False
-    """Whether an update is on its way or has failed, so that they may be others."""
+    """Whether an update is on its way or has failed, or the engine was started anew, so that they
+    may be others."""
+    blurred: int = 0
+    """Grows when they turn out to have become others, perhaps, while they had their earlier name:
+    between two unequal ones nobody knows which weights that name stood for."""
+    told: bool = False
+    """Whether the engine itself was told the version."""
+
+    def doubted(self) -> "Weights":
+        """They may become others from now on."""
+        if self.in_doubt:
+            return self
+        return self._replace(changes=self.changes + 1, in_doubt=True)
+
+    def mistaken(self) -> "Weights":
+        """They may have become others before this was noticed."""
+        return self.doubted()._replace(blurred=self.blurred + 1)
+
+    def updated(self, version: str, *, told: bool) -> "Weights":
+        return Weights(version, self.changes + 1, blurred=self.blurred, told=told)
 
 
 def named(version: str | None) -> str | None:
@@ -81,14 +100,16 @@ def _spans(leg: Leg, unnamed: str | None) -> list[tuple[VersionSpan, bool]]:
         for span in leg.said
         if span.start < leg.end and span.end > leg.start
     ]
-    if _covers(said, leg.start, leg.end) and any(span.version != UNNAMED for span in said):
-        named = [_named(span, leg.before, unnamed) for span in said]
-        return [(span, True) for span in named]
-    sure = leg.end if leg.before.changes == leg.after.changes else leg.sure
-    if leg.before.in_doubt:
+    before, after = leg.before, leg.after
+    blurred = before.in_doubt or before.blurred != after.blurred
+    names = before.told or any(span.version != UNNAMED for span in said)
+    if names and _covers(said, leg.start, leg.end):
+        return [_named(span, before, unnamed, blurred=blurred) for span in said]
+    sure = leg.end if before.changes == after.changes else leg.sure
+    if blurred:
         sure = leg.start
     sure = max(leg.start, min(sure, leg.end))
-    version = leg.before.version or unnamed
+    version = before.version or unnamed
     parts = [
         (VersionSpan(version=version, start=leg.start, end=sure), True),
         (VersionSpan(version=None, start=sure, end=leg.end), False),
@@ -105,9 +126,16 @@ def _covers(spans: Sequence[VersionSpan], start: int, end: int) -> bool:
     return reached == end
 
 
-def _named(span: VersionSpan, before: Weights, unnamed: str | None) -> VersionSpan:
-    """In the trainer's words what the engine said in its own."""
-    if span.version != UNNAMED:
-        return span
-    version = before.version or unnamed
-    return VersionSpan(version=version, start=span.start, end=span.end)
+def _named(
+    span: VersionSpan, before: Weights, unnamed: str | None, *, blurred: bool
+) -> tuple[VersionSpan, bool]:
+    """In the trainer's words what the engine said in its own. The name that it had before is no
+    evidence where that may have become one of others; nor has it none any more unless it was
+    started anew."""
+    version, known = span.version, True
+    if version == UNNAMED:
+        version, known = before.version or unnamed, not before.told
+    if blurred and version in (before.version, unnamed):
+        known = False
+    named = VersionSpan(version=version if known else None, start=span.start, end=span.end)
+    return named, known

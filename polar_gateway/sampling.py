@@ -3,15 +3,16 @@
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
 
-from builders.records import Floats, Ids
-from polar_gateway.backends import Admitted, Backend, Lease
+from builders.records import Floats, Ids, VersionSpan
+from polar_gateway.backend import Backend
+from polar_gateway.backends import Admitted, Lease
 from polar_gateway.capture.journal import CaptureError
 from polar_gateway.continuation import OtherwiseToldError, rest_of
 from polar_gateway.dialects.turn import (
@@ -67,6 +68,7 @@ class OpenLeg:
     def __init__(self, backend: Backend, partial: EngineReply | None) -> None:
         self._backend = backend
         self._before = backend.weights
+        self._suspected = not backend.healthy
         self._start = self._sure = 0 if partial is None else len(partial.sampled_ids)
 
     def has_brought(self, tokens: int) -> None:
@@ -74,36 +76,43 @@ class OpenLeg:
         if self._backend.weights.changes == self._before.changes:
             self._sure = tokens
 
-    def ended(self, reply: EngineReply) -> Leg:
-        return Leg(
-            start=self._start,
-            end=len(reply.sampled_ids),
-            before=self._before,
-            after=self._backend.weights,
-            sure=self._sure,
-            said=reply.versions,
-        )
+    def until(self, end: int, said: Sequence[VersionSpan] = ()) -> Leg:
+        """Up to that token of the answer. `said` is what the engine says of the versions."""
+        before, after = self._before, self._backend.weights
+        cleared = self._backend.healthy and after.changes == before.changes
+        if self._suspected and not cleared and before.version is not None:
+            # What failed may have been started anew, and then it has forgotten its weights.
+            before = before.doubted()
+        return Leg(self._start, end, before, after, self._sure, said)
 
 
 class Stamped:
     """A generation in flight as its record sees it, with policy versions."""
 
     def __init__(
-        self, generation: EngineGeneration, stamped: Callable[[EngineReply], EngineReply]
+        self,
+        generation: EngineGeneration,
+        stamp: Callable[[int, Sequence[VersionSpan]], Sequence[VersionSpan]],
     ) -> None:
         self._generation = generation
-        self._stamped = stamped
+        self._stamp = stamp
+        self._appended = 0
 
     @property
     def prompt_ids(self) -> Ids | None:
         return self._generation.prompt_ids
 
     def sampled_so_far(self) -> tuple[Ids, Floats]:
-        return self._generation.sampled_so_far()
+        ids, logprobs = self._generation.sampled_so_far()
+        self._appended += len(ids)
+        self._stamp(self._appended, ())
+        return ids, logprobs
 
     @property
     def reply(self) -> EngineReply:
-        return self._stamped(self._generation.reply)
+        reply = self._generation.reply
+        versions = self._stamp(len(reply.sampled_ids), reply.versions)
+        return msgspec.structs.replace(reply, versions=list(versions))
 
 
 class Patience:
@@ -136,10 +145,11 @@ async def ask(lease: Lease, once: Callable[[Engine], Awaitable[_T]], patience: f
     and `patience` (seconds) lasts."""
     left = Patience(patience)
     while True:
+        backend = lease.backend
         try:
-            return await once(lease.backend.engine)
+            return await once(backend.engine)
         except EngineError as error:
-            await left.wait(error, moved=error.again and lease.failed(error))
+            await left.wait(error, moved=error.again and lease.failed(backend, error))
 
 
 class Sampler:
@@ -181,7 +191,7 @@ class Sampler:
         except Exception as error:
             generation.refuse(self._broken(error))
         finally:
-            if generation.turn is not None and not generation.delivered:
+            if self._record.counts_as_delivered and not generation.delivered:
                 self._undelivered()
 
     async def run(self) -> None:
@@ -214,16 +224,21 @@ class Sampler:
                     failure = error
             if failure is None:
                 continue
+            known, self_ended = self._known_tokens, call.backend.open
             if failure.partial is not None and failure.partial.sampled_ids:
                 self._go_on_with(failure.partial)
                 if not call.backend.probe.resumes:
                     raise failure
+                if self._known_tokens > known:
+                    patience = Patience(self._patience)
+                elif self_ended:
+                    await patience.wait(failure)
             elif self._streaming:
                 raise failure
             elif failure.partial is None:
-                moved = failure.again and self._lease.failed(failure)
+                moved = failure.again and self._lease.failed(call.backend, failure)
                 await patience.wait(failure, moved=moved)
-            elif call.backend.open:
+            elif self_ended:
                 await patience.wait(failure)
 
     async def _leg(self, call: Admitted) -> EngineReply:
@@ -235,6 +250,7 @@ class Sampler:
         self._leg_now = OpenLeg(backend, self._partial)
         if self._partial is not None:
             reply = await engine.resume(request, request_id, self._partial)
+            self._misread(reply.prompt_ids)
         elif request.stream:
             stream = await engine.stream(request, request_id, after)
             if self._misread(stream.prompt_ids):
@@ -246,6 +262,7 @@ class Sampler:
                 reply = await self._streamed(stream, self._leg_now)
             finally:
                 await stream.aclose()
+            self._misread(reply.prompt_ids)  # of engines that say only then what they have read
         else:
             reply = await engine.complete(request, request_id, after)
             if self._misread(reply.prompt_ids):
@@ -261,9 +278,13 @@ class Sampler:
             self._composed = True
         return self._request
 
+    @property
+    def _known_tokens(self) -> int:
+        """How many tokens of an aborted answer there are to go on from."""
+        return 0 if self._partial is None else len(self._partial.sampled_ids)
+
     def _misread(self, read: Ids | None) -> bool:
-        """Whether the answer is one to another prompt than was sent. Nobody has heard of it yet, and
-        nobody will."""
+        """Whether the answer is one to another prompt than was sent."""
         instead = self._session.prompter.instead(self._request, read, self._record)
         if instead is not None:
             self._request = instead
@@ -272,7 +293,7 @@ class Sampler:
     async def _streamed(self, stream: EngineStream, leg: "OpenLeg") -> EngineReply:
         """Hand a generation on as it comes, each part when its record allows it."""
         record = self._record
-        record.follow(Stamped(stream, self._stamped), sent_sampling(self._request))
+        record.follow(Stamped(stream, self._stamp), sent_sampling(self._request))
         in_call = False
         async for events in stream:
             leg.has_brought(stream.sampled_tokens)
@@ -288,23 +309,29 @@ class Sampler:
             await self._generation.say(events, stream, self._listener)
         return stream.reply
 
-    def _stamped(self, reply: EngineReply) -> EngineReply:
-        """The answer as far as there is one, with the policy versions that it was sampled under."""
-        legs = self._legs if self._leg_now is None else [*self._legs, self._leg_now.ended(reply)]
+    def _stamp(self, end: int, said: Sequence[VersionSpan]) -> list[VersionSpan]:
+        """Note the policy versions of the answer's tokens up to there; returns their spans."""
+        legs = (
+            self._legs if self._leg_now is None else [*self._legs, self._leg_now.until(end, said)]
+        )
         versions = versions_of(legs, self._session.policy_version)
-        self._record.policy_version = versions.first
-        return msgspec.structs.replace(reply, versions=versions.spans)
+        self._record.policy_version, self._record.versions = versions.first, versions.spans
+        return versions.spans
+
+    def _stamped(self, reply: EngineReply) -> EngineReply:
+        versions = self._stamp(len(reply.sampled_ids), reply.versions)
+        return msgspec.structs.replace(reply, versions=versions)
 
     def _go_on_with(self, partial: EngineReply) -> None:
         """Keep what an answer had sampled when the engine aborted it. It counts, also where it is
         not gone on with."""
-        partial = self._stamped(partial)
+        stamped = self._stamped(partial)
         if self._leg_now is not None:
-            self._legs.append(self._leg_now.ended(partial))
+            self._legs.append(self._leg_now.until(len(partial.sampled_ids), partial.versions))
         self._leg_now = None
-        self._partial = partial
+        self._partial = stamped
         self._streaming = False
-        self._record.follow(WholeAsStream(partial), sent_sampling(self._request))
+        self._record.follow(WholeAsStream(stamped), sent_sampling(self._request))
 
     def _untold(self, reply: EngineReply) -> list[TurnEvent]:
         """What is left to be told of an answer that was told in part before it was aborted."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from benchmarks.proxy.conversation import END_OF_TURN
 from benchmarks.proxy.process import serve_until_told
 from builders.records import Mode
-from polar_gateway.backends import Backend, Backends
+from polar_gateway.backend import Backend
+from polar_gateway.backends import Backends
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import InferenceConfig
 from polar_gateway.engines.base import EngineProbe

@@ -95,6 +95,8 @@ class Appended(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     mode: Mode = "messages"
     backend: str = ""
     policy_version: str | None = None
+    versions: list[VersionSpan] = []
+    """Of all that the call has sampled so far, and so is `policy_version`."""
     sampled: bytes
     logprobs: bytes = b""
 

@@ -161,7 +161,8 @@ def _cut_off(appended: Sequence[Appended]) -> Completed:
         sampling=first.sampling,
         mode=first.mode,
         backend=first.backend,
-        policy_version=first.policy_version,
+        policy_version=appended[-1].policy_version,
+        versions=appended[-1].versions,
         findings=["call_unfinished"],
         delivered=False,
     )

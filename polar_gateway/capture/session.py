@@ -23,6 +23,7 @@ from builders.records import (
     Mode,
     TensorRef,
     TokenNode,
+    VersionSpan,
 )
 from polar_gateway.capture import journal, restore, tensors
 from polar_gateway.capture.answers import AnswerCache
@@ -233,6 +234,8 @@ class OpenCall:
         """The name of the backend that is asked; to be set by who asks, before the call ends."""
         self.policy_version = policy_version
         """That of the first sampled token; to be set by who asks, where it is not the session's."""
+        self.versions: list[VersionSpan] = []
+        """Of what was sampled so far, as of a completion; to be set by who asks."""
         self.delivered_tokens = 0
         """How many of the sampled tokens were written while the harness was there."""
         self._capture = capture
@@ -309,6 +312,8 @@ class OpenCall:
             completion_id=self.completion_id,
             sampled=journal.pack(ids),
             logprobs=journal.pack(logprobs),
+            policy_version=self.policy_version,
+            versions=self.versions,
         )
         if not self._tokens.appended:
             prompt = self._generation.prompt_ids
@@ -317,7 +322,6 @@ class OpenCall:
             record.shared, record.tail = self._tokens.shared, journal.pack(self._tokens.tail)
             record.sampling = _json(self._sampling)
             record.mode, record.backend = self._mode, self.backend
-            record.policy_version = self.policy_version
         self._capture._write(record)
         self._tokens.add(ids, logprobs)
 

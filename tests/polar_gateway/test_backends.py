@@ -1,120 +1,16 @@
-"""Backends as sessions lease them and trainers order them about."""
-
-from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+"""Backends as sessions lease them, and as they come and go."""
 
 import anyio
 import msgspec
 import pytest
 
-from builders.records import TokenNode
-from polar_gateway.backends import (
-    Backend,
-    BackendRefusedError,
-    Backends,
-    WeightUpdate,
-    open_backends,
-)
-from polar_gateway.config import BackendConfig, InferenceConfig
-from polar_gateway.dialects.turn import ErrorKind, ModelRequest, Usage
-from polar_gateway.engines.base import (
-    EngineError,
-    EngineProbe,
-    EngineReply,
-    EngineStream,
-    PauseMode,
-    Rendering,
-)
-from polar_gateway.policy_versions import Weights
+from polar_gateway.backend import Backend, WeightUpdate
+from polar_gateway.backends import BackendRefusedError
+from polar_gateway.config import BackendConfig
+from polar_gateway.engines.base import EngineProbe
 from polar_gateway.testing.engine import Fault, ScriptedEngine
+from tests.polar_gateway.obedient import FAILED, engine_of, serving, three
 from tests.polar_gateway.test_proxy import loop_turns
-
-FAILED = EngineError(
-    ErrorKind(status=500, code="internal", message="the engine failed"), infra=True, again=True
-)
-
-
-class ObedientEngine:
-    """Samples nothing; does as it is told, and remembers it."""
-
-    def __init__(self, found: EngineProbe) -> None:
-        self.found = found
-        self.orders: list[object] = []
-        self.fails = False
-        self.obeys: anyio.Event | None = None
-        """When it does what it is told; None: at once."""
-        self.closed = False
-
-    async def _obey(self, *order: object) -> None:
-        self.orders.append(order if len(order) > 1 else order[0])
-        if self.obeys is not None:
-            await self.obeys.wait()
-        if self.fails:
-            raise FAILED
-
-    async def probe(self) -> EngineProbe:
-        await self._obey("probe")
-        return self.found
-
-    async def complete(
-        self, request: ModelRequest, request_id: str, after: TokenNode | None = None
-    ) -> EngineReply:
-        ids = array("i", [1])
-        return EngineReply(
-            prompt_ids=ids,
-            sampled_ids=ids,
-            logprobs=None,
-            blocks=[],
-            finish_reason="stop",
-            usage=Usage(),
-        )
-
-    async def stream(
-        self, request: ModelRequest, request_id: str, after: TokenNode | None = None
-    ) -> EngineStream:
-        raise FAILED
-
-    async def resume(
-        self, request: ModelRequest, request_id: str, partial: EngineReply
-    ) -> EngineReply:
-        raise FAILED
-
-    async def count_tokens(self, request: ModelRequest) -> int:
-        return 1
-
-    async def render(self, request: ModelRequest, *, closed: bool = False) -> Rendering:
-        raise FAILED
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._obey("pause", mode)
-
-    async def unpause(self) -> None:
-        await self._obey("unpause")
-
-    async def update(self, policy_version: str, weights_path: str | None) -> None:
-        await self._obey("update", policy_version, weights_path)
-
-    async def aclose(self) -> None:
-        self.closed = True
-
-
-def backend(name: str, *, controls: list[str] | None = None, **probe: Any) -> Backend:
-    known = ["pause", "abort", "update"] if controls is None else controls
-    found = EngineProbe(engine="obedient", model="tiny", controls=known, **probe)
-    return Backend(name, f"http://{name}", ObedientEngine(found), found)
-
-
-def engine_of(backend: Backend) -> ObedientEngine:
-    assert isinstance(backend.engine, ObedientEngine)
-    return backend.engine
-
-
-def three() -> tuple[Backends, list[Backend]]:
-    made = [backend(name) for name in "abc"]
-    return Backends(made), made
-
 
 # ---- which one ----
 
@@ -170,21 +66,31 @@ def test_a_session_moves_when_its_backend_fails_and_stays_there() -> None:
     backends, made = three()
     lease = backends.lease()
     assert lease.backend is made[0]
-    assert lease.failed(FAILED)
+    assert lease.failed(made[0], FAILED)
     assert lease.backend is made[1]
     assert [each.sessions for each in made] == [0, 1, 0]
     made[0].healthy = True
     assert lease.backend is made[1]
 
 
+def test_two_calls_that_fail_with_one_backend_blame_that_one_alone() -> None:
+    backends, made = three()
+    lease = backends.lease()
+    assert lease.backend is made[0]
+    assert lease.failed(made[0], FAILED)
+    assert lease.failed(made[0], FAILED)
+    assert lease.backend is made[1]
+    assert [each.healthy for each in made] == [False, True, True]
+
+
 def test_where_none_is_well_a_session_stays_where_it_is() -> None:
     backends, made = three()
     lease = backends.lease()
     assert lease.backend is made[0]
-    assert [lease.failed(FAILED) for _ in range(3)] == [True, True, False]
+    assert [lease.failed(each, FAILED) for each in made] == [True, True, False]
     assert not any(each.healthy for each in made)
     last = lease.backend
-    assert not lease.failed(FAILED)
+    assert not lease.failed(last, FAILED)
     assert lease.backend is last
 
 
@@ -249,11 +155,6 @@ async def test_a_backend_that_came_back_with_other_weights_waits_for_an_update()
         group.cancel_scope.cancel()
 
 
-def test_weights_that_the_engine_has_a_name_for_have_it_from_the_start() -> None:
-    assert backend("a", weight_version="step-7").weights.version == "step-7"
-    assert backend("a", weight_version="default").weights.version is None
-
-
 # ---- leaving ----
 
 
@@ -291,6 +192,28 @@ async def test_a_paused_backend_is_not_removed_under_the_answers_that_it_keeps()
     assert made[0].removed
 
 
+async def test_a_paused_backend_that_is_dead_can_be_removed() -> None:
+    backends, made = three()
+    await backends.pause("keep", timeout=1, name="a")
+    engine_of(made[0]).fails = True
+    with pytest.raises(BackendRefusedError, match="a did not resume"):
+        await backends.resume("a")
+    await backends.remove("a")
+    assert engine_of(made[0]).closed
+
+
+async def test_a_backend_is_not_removed_while_it_is_updated() -> None:
+    backends, made = three()
+    loading = engine_of(made[0]).obeys = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(backends.update, WeightUpdate(policy_version="7", backend="a"))
+        await loop_turns()
+        with pytest.raises(BackendRefusedError, match="a is being updated"):
+            await backends.remove("a")
+        loading.set()
+    await backends.remove("a")
+
+
 async def test_who_waits_at_a_backend_that_fails_asks_another() -> None:
     backends, made = three()
     lease = backends.lease()
@@ -323,174 +246,7 @@ async def test_the_last_one_stays() -> None:
     assert refused.value.status == 404
 
 
-# ---- pausing ----
-
-
-async def test_a_pause_waits_for_what_is_in_flight_and_calls_wait_for_it() -> None:
-    backends, made = three()
-    first, second = backends.lease(), backends.lease()
-    done: list[str] = []
-
-    async def call() -> None:
-        async with second.call():
-            done.append("call")
-
-    async def pause() -> None:
-        await backends.pause("wait", timeout=60)
-        done.append("pause")
-
-    async with anyio.create_task_group() as group:
-        async with first.call():
-            group.start_soon(pause)
-            await loop_turns()
-            group.start_soon(call)
-            await loop_turns()
-            assert done == []
-        await loop_turns()
-        assert done == ["pause"]
-        await backends.resume()
-    assert done == ["pause", "call"]
-    assert [engine_of(each).orders for each in made] == [[], [], []]
-
-
-async def test_a_pause_that_takes_too_long_stays_and_says_so() -> None:
-    backends, made = three()
-    async with backends.lease().call():
-        with pytest.raises(BackendRefusedError, match=r"after 0.01 s \(a: 1\)") as refused:
-            await backends.pause("wait", timeout=0.01, name="a")
-        assert refused.value.status == 504
-        assert not made[0].open
-        assert made[1].open
-    await backends.pause("wait", timeout=1, name="a")
-
-
-async def test_a_pause_is_over_when_it_is_resumed() -> None:
-    backends, _ = three()
-    refusals = []
-
-    async def pause() -> None:
-        with pytest.raises(BackendRefusedError, match="resumed meanwhile") as refused:
-            await backends.pause("wait", timeout=60)
-        refusals.append(refused.value.status)
-
-    async with anyio.create_task_group() as group, backends.lease().call():
-        group.start_soon(pause)
-        await loop_turns()
-        await backends.resume()
-        await loop_turns()
-        assert refusals == [409]
-
-
-async def test_answers_that_are_kept_are_not_waited_for() -> None:
-    backends, made = three()
-    async with backends.lease().call():
-        await backends.pause("keep", timeout=60, name="a")
-        assert made[0].in_flight == 1
-        assert engine_of(made[0]).orders == [("pause", "keep")]
-        await backends.resume("a")
-    assert engine_of(made[0]).orders == [("pause", "keep"), "unpause"]
-
-
-async def test_an_engine_that_takes_no_orders_can_only_be_waited_for() -> None:
-    backends = Backends([backend("a", controls=[])])
-    for mode in ("keep", "abort"):
-        with pytest.raises(BackendRefusedError, match=r"mode=wait") as refused:
-            await backends.pause(mode, timeout=1)
-        assert refused.value.status == 409
-    assert backends.first.open
-    await backends.pause("wait", timeout=1)
-    await backends.resume()
-
-
-async def test_an_engine_that_does_not_obey_stays_closed() -> None:
-    backends, made = three()
-    engine_of(made[0]).fails = True
-    with pytest.raises(BackendRefusedError, match="a did not pause") as refused:
-        await backends.pause("keep", timeout=1)
-    assert refused.value.status == 502
-    with pytest.raises(BackendRefusedError, match="a did not resume"):
-        await backends.resume()
-    assert not made[0].open
-    engine_of(made[0]).fails = False
-    await backends.resume()
-    assert all(each.open for each in made)
-
-
-# ---- new weights ----
-
-
-async def test_an_update_names_the_weights_of_all_or_of_one() -> None:
-    backends, made = three()
-    await backends.update(WeightUpdate(policy_version="7", weights_path="/w"))
-    await backends.update(WeightUpdate(policy_version="8", backend="b"))
-    assert [each.weights.version for each in made] == ["7", "8", "7"]
-    assert engine_of(made[1]).orders == [("update", "7", "/w"), ("update", "8", None)]
-    assert [each.weights.changes for each in made] == [2, 4, 2]
-
-
-async def test_no_call_begins_while_weights_are_loaded() -> None:
-    backends = Backends([backend("a")])
-    loading = engine_of(backends.first).obeys = anyio.Event()
-    began = []
-
-    async def call() -> None:
-        async with backends.lease().call() as admitted:
-            began.append(admitted.backend.weights)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(backends.update, WeightUpdate(policy_version="7", weights_path="/w"))
-        await loop_turns()
-        group.start_soon(call)
-        await loop_turns()
-        assert began == []
-        with pytest.raises(BackendRefusedError, match="being updated already"):
-            await backends.update(WeightUpdate(policy_version="8"))
-        loading.set()
-    assert began == [Weights("7", 2)]
-
-
-async def test_an_update_that_takes_too_long_has_failed() -> None:
-    backends = Backends([backend("a")])
-    engine_of(backends.first).obeys = anyio.Event()
-    with pytest.raises(BackendRefusedError, match="longer than"):
-        await backends.update(WeightUpdate(policy_version="7", timeout_seconds=0.01))
-    assert backends.first.weights.in_doubt
-
-
-async def test_a_backend_whose_update_failed_is_closed_and_its_weights_are_nobodys() -> None:
-    backends, made = three()
-    engine_of(made[0]).fails = True
-    with pytest.raises(BackendRefusedError, match=r"not updated.*a: the update to 7") as refused:
-        await backends.update(WeightUpdate(policy_version="7"))
-    assert refused.value.status == 502
-    assert [each.open for each in made] == [False, True, True]
-    assert made[0].weights.in_doubt
-    engine_of(made[0]).fails = False
-    await backends.update(WeightUpdate(policy_version="7", backend="a"))
-    assert not made[0].weights.in_doubt
-    await backends.resume()
-    assert made[0].open
-
-
-async def test_weights_that_were_put_in_place_elsewhere_are_named_in_any_engine() -> None:
-    backends = Backends([backend("a", controls=[])])
-    with pytest.raises(BackendRefusedError, match="takes no orders to load") as refused:
-        await backends.update(WeightUpdate(policy_version="7", weights_path="/w"))
-    assert refused.value.status == 409
-    await backends.update(WeightUpdate(policy_version="7"))
-    assert backends.first.weights.version == "7"
-    assert engine_of(backends.first).orders == []
-
-
 # ---- coming, with engines that answer ----
-
-
-@asynccontextmanager
-async def serving(*engines: ScriptedEngine, **options: Any) -> AsyncIterator[Backends]:
-    servers = [BackendConfig(base_url=engine.url) for engine in engines]
-    inference = InferenceConfig(backends=servers)
-    async with open_backends(inference, **{"model": "", "patience": 0.0, **options}) as backends:
-        yield backends
 
 
 async def test_the_backends_of_a_configuration_are_probed_and_named() -> None:
@@ -511,38 +267,25 @@ async def test_one_more_is_probed_before_it_serves() -> None:
         assert refused.value.status == 409
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"model": "other"}, "does not serve 'tiny' but other"),
-        ({"max_model_len": 4096}, "takes 4096 tokens, of the others 131072"),
-        ({"faults": [Fault(omit=["token_ids"], times=99)]}, "cannot be trained on"),
-    ],
-)
-async def test_who_cannot_stand_beside_the_others_is_refused(
-    options: dict[str, Any], said: str
-) -> None:
-    async with ScriptedEngine() as one, ScriptedEngine(**options) as two, serving(one) as backends:
-        with pytest.raises(BackendRefusedError, match=said) as refused:
-            await backends.add(BackendConfig(base_url=two.url))
-        assert refused.value.status == 422
-        assert len(list(backends)) == 1
+async def test_one_more_that_lacks_the_weights_of_the_others_waits_for_them() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, serving(one) as backends:
+        await backends.update(WeightUpdate(policy_version="7", weights_path="/w"))
+        added = await backends.add(BackendConfig(base_url=two.url, name="more"))
+        assert not added.open
+        assert added.weights.in_doubt
+        assert added.failure == "its weights are not named, those of the others 7; update it"
+        await backends.update(WeightUpdate(policy_version="7", weights_path="/w", backend="more"))
+        await backends.resume("more")
+        assert (added.open, added.weights.version, added.failure) == (True, "7", "")
 
 
-class ChattyEngine(ScriptedEngine):
-    """Its template says more than the others' does."""
-
-    def render(self, messages: Any, tools: Any, **arguments: Any) -> str:
-        return "Be brief." + super().render(messages, tools, **arguments)
-
-
-@pytest.mark.parametrize("renders", [True, False])
-async def test_another_chat_template_is_noticed(renders: bool) -> None:
-    """By what it makes of a conversation: what a model is called says nothing of that."""
-    one, two = ScriptedEngine(renders=renders), ChattyEngine(renders=renders)
-    async with one, two, serving(one) as backends:
-        with pytest.raises(BackendRefusedError, match="tokenizer or chat template"):
-            await backends.add(BackendConfig(base_url=two.url))
+async def test_one_more_that_has_the_weights_of_the_others_serves_at_once() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, serving(one) as backends:
+        for engine in (one, two):
+            engine.name_weights("7")
+        await backends.update(WeightUpdate(policy_version="7"))
+        added = await backends.add(BackendConfig(base_url=two.url, name="more"))
+        assert (added.open, added.weights.version) == (True, "7")
 
 
 async def test_who_does_not_answer_is_refused() -> None:

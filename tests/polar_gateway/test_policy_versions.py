@@ -83,3 +83,30 @@ def test_weights_in_doubt_are_nobodys() -> None:
 def test_nothing_sampled_has_no_spans() -> None:
     assert versions_of([], "7") == Versions("7", [])
     assert versions_of([leg(0, 0, OLD)], "7").spans == []
+
+
+def test_an_engine_that_was_told_a_name_and_has_none_was_started_anew() -> None:
+    told = leg(0, 9, Weights("v1", 1, told=True), said=[span(UNNAMED, 0, 9)])
+    assert versions_of([told], "7") == Versions(None, [span(None, 0, 9)])
+
+
+def test_a_name_that_may_have_become_one_of_other_weights_is_no_evidence() -> None:
+    """Weights that were loaded and not named, since naming them failed, have the old name."""
+    before, after = Weights("v1", 1), Weights("v1", 3, in_doubt=True, blurred=1)
+    said = [span("v1", 0, 9)]
+    assert versions_of([leg(0, 9, before, after, sure=3, said=said)], None) == Versions(
+        None, [span(None, 0, 9)]
+    )
+    assert versions_of([leg(0, 9, before, after, sure=3)], None) == Versions(
+        None, [span(None, 0, 9)]
+    )
+    doubtful = Weights("v1", 3, in_doubt=True, blurred=1)
+    assert versions_of([leg(0, 9, doubtful, said=said)], None) == Versions(None, [span(None, 0, 9)])
+
+
+def test_a_new_name_is_evidence_also_where_the_old_one_is_none() -> None:
+    before, after = Weights("v1", 1), Weights("v2", 4, blurred=1)
+    said = [span("v1", 0, 5), span("v2", 5, 9)]
+    assert versions_of([leg(0, 9, before, after, said=said)], None) == Versions(
+        None, [span(None, 0, 5), span("v2", 5, 9)]
+    )

@@ -19,8 +19,9 @@ import pytest
 
 from builders.eligible import Options, split
 from builders.records import Completion
-from polar_gateway.backends import Backend, Backends
-from polar_gateway.capture.journal import Appended, Completed, Intent, read_journal
+from polar_gateway.backend import Backend
+from polar_gateway.backends import Backends
+from polar_gateway.capture.journal import Appended, Completed, Intent, Syncer, read_journal
 from polar_gateway.capture.reading import read_session
 from polar_gateway.capture.session import SessionCapture
 from polar_gateway.config import ModelCallConfig
@@ -38,7 +39,7 @@ from polar_gateway.sessions import Session, Sessions
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
 from polar_gateway.testing.serve import serve
-from tests.polar_gateway.capture.test_journal import files_limited_to
+from tests.polar_gateway.capture.test_journal import CountedJournal, files_limited_to
 from tests.recordings import load
 
 TALK = Script(
@@ -135,6 +136,7 @@ async def bench(
     engine: Engine | None = None,
     probed: bool = False,
     served: dict[str, Any] | None = None,
+    syncer: Syncer | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
     """`probed` lets the gateway know all that the engine can do; `served` are the engine's own
@@ -150,6 +152,7 @@ async def bench(
             journal_path=tmp_path / "journal",
             metadata={},
             policy_version=None,
+            syncer=syncer,
         )
         session = Session(
             session_id="s1",
@@ -759,6 +762,35 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, st
         assert session.findings == ["call_unfinished"]
         assert b.session.refused is not None
         assert str(b.journal) in b.session.refused.message
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_recorded_and_not_given_is_undelivered(
+    tmp_path: Path, stream: bool, sealed: bool
+) -> None:
+    syncer, slow = Syncer(), CountedJournal(tmp_path / "slow")
+    slow.may_end.clear()
+    data = json.dumps({"model": "m", "stream": stream, **CALLS["chat"][1]}).encode()
+    async with (
+        bench(tmp_path, syncer=syncer, retry_grace_seconds=0.0) as b,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(syncer.flushed, slow)
+        await anyio.to_thread.run_sync(slow.begun.wait)
+        _, writer = await connected(b, "/v1/chat/completions", data, len(data))
+        await until(lambda: len(b.completions) == 1)
+        if sealed:
+            b.session.seal()
+        else:
+            writer.close()
+        await all_ended(b)
+        [completion] = b.completions
+        slow.may_end.set()
+        writer.close()
+    assert not completion.delivered
+    assert completion.finish_reason == "stop"
+    slow.close()
 
 
 # ---- time ----

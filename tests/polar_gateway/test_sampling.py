@@ -12,10 +12,13 @@ import anyio
 import pytest
 
 from builders.records import Completion
-from polar_gateway.backends import Backend, BackendRefusedError, WeightUpdate
-from polar_gateway.capture.reading import read_session
+from polar_gateway.backend import Backend, WeightUpdate
+from polar_gateway.backends import BackendRefusedError
+from polar_gateway.capture.journal import Appended, read_journal
+from polar_gateway.capture.reading import ledger_of, read_session
 from polar_gateway.dialects.turn import ModelRequest, Text
 from polar_gateway.engines.base import EngineReply
+from polar_gateway.engines.refusals import unreachable
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
@@ -369,7 +372,198 @@ async def test_the_tasks_own_version_counts_until_a_trainer_sets_one(tmp_path: P
         assert spans(two) == [("7", 0, 5), ("v2", 5, len(two.sampled_ids))]
 
 
+# ---- no token has the name of weights that did not sample it ----
+
+
+def assert_stamped_truly(b: Bench, completion: Completion) -> None:
+    """By what the weights of that name say of each token that has one."""
+    ids, context = list(completion.sampled_ids), list(completion.prompt_ids)
+    versions = [completion.policy_version] * len(ids)
+    for version, start, end in spans(completion):
+        versions[start:end] = [version] * (end - start)
+    assert completion.logprobs is not None
+    for version, token, logprob in zip(versions, ids, completion.logprobs, strict=True):
+        if version is not None:
+            policy = b.engine.policies[version]
+            truth = policy.logprob(policy.context(context), token)
+            assert logprob == pytest.approx(truth, abs=1e-4), version
+        context.append(token)
+
+
+class Meddled(Vllm):
+    """Calls meanwhile go on between the loading of new weights and their naming, which may fail."""
+
+    scripted: ScriptedEngine
+    fails = False
+
+    async def update(self, policy_version: str, weights_path: str | None) -> None:
+        loading = {"weights_path": weights_path}
+        await self.api.order("/collective_rpc", method="reload_weights", kwargs=loading)
+        self.scripted.hold(after=24)
+        await loop_turns()
+        if self.fails:
+            raise unreachable(OSError("it was lost"))
+        await super().update(policy_version, None)
+
+
+@asynccontextmanager
+async def meddled(b: Bench, route: Any) -> AsyncIterator[Meddled]:
+    """The bench's backend, asked by that route and known by the name of v1."""
+    engine = Meddled(b.engine.url, model="tiny", token_route=route)
+    engine.scripted = b.engine
+    await engine.probe()
+    b.engine.calls.clear()
+    backend = b.backends.first
+    backend.engine = engine
+    try:
+        await b.backends.update(FIRST)
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+ROUTES = pytest.mark.parametrize("route", ["chat", "generate"])
+
+
+@ROUTES
+async def test_an_update_that_pauses_nothing_mixes_up_no_names(tmp_path: Path, route: str) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b, meddled(b, route):
+        b.engine.hold(after=12)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)) as asked:
+            await has_said(b, 12)
+            await b.backends.update(SECOND)
+            assert b.backends.first.open
+            b.engine.release()
+        [one] = b.completions
+        assert asked.status == 200
+        assert_stamped_truly(b, one)
+        assert {"v1"} < {version for version, _, _ in spans(one)}
+
+
+@ROUTES
+async def test_an_update_that_fails_leaves_no_name_to_what_comes_after(
+    tmp_path: Path, route: str
+) -> None:
+    """The engine has the new weights then, and calls them by the old name."""
+    async with bench(tmp_path, SCRIPT, probed=True) as b, meddled(b, route) as engine:
+        body = b.chat(stream=True)
+        async with paused_in_answer(b, "/v1/chat/completions", body, at=12, mode="keep"):
+            engine.fails = True
+            with pytest.raises(BackendRefusedError, match="it was lost"):
+                await b.backends.update(SECOND)
+            b.engine.release()
+            await b.backends.resume()
+        await b.ask("/v1/chat/completions", b.chat("and hi"))
+        for one in b.completions:
+            assert_stamped_truly(b, one)
+
+
+@ROUTES
+async def test_weights_that_were_put_in_place_before_anybody_said_so_mix_up_no_names(
+    tmp_path: Path, route: str
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        engine = Vllm(b.engine.url, model="tiny", token_route=route)  # type: ignore[arg-type]
+        await engine.probe()
+        b.engine.calls.clear()
+        b.backends.first.engine = engine
+        await b.backends.update(FIRST)
+        b.engine.hold(after=12)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)):
+            await has_said(b, 12)
+            b.engine.load_weights("/two")
+            b.engine.hold(after=24)
+            await has_said(b, 24)
+            await b.backends.update(WeightUpdate(policy_version="v2"))
+            b.engine.release()
+        await engine.aclose()
+        [one] = b.completions
+        assert_stamped_truly(b, one)
+
+
+async def test_an_engine_that_was_started_anew_gives_its_tokens_no_name(tmp_path: Path) -> None:
+    """Until it was looked at, and found to have the weights that it had."""
+    async with bench(tmp_path, SCRIPT, probed=True, engine_patience_seconds=10) as b:
+        await b.backends.update(FIRST)
+        await b.engine.die()
+        async with b.asking("/v1/chat/completions", b.chat()) as asked:
+            await until(lambda: not b.backends.first.healthy)
+            b.engine.load_weights(None)
+            b.engine.name_weights("default")
+            await b.engine.revive()
+        assert asked.status == 200
+        [one] = b.completions
+        assert spans(one) == [(None, 0, len(one.sampled_ids))]
+
+
+async def test_a_failure_that_was_no_restart_costs_no_name(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        backend = b.backends.first
+        await b.backends.update(FIRST)
+        b.engine.hold(after=12)
+        b.backends.suspect(backend, "it was slow")
+        async with b.asking("/v1/chat/completions", b.chat()):
+            await has_said(b, 12)
+            backend.healthy = True  # it was looked at
+            b.engine.release()
+        [one] = b.completions
+        assert (one.policy_version, one.versions) == ("v1", [])
+
+
+async def test_what_a_killed_node_leaves_has_the_versions_that_sampled_it(tmp_path: Path) -> None:
+    """Of a call, before its closing record: only its end of a tool call was journalled."""
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        b.session.policy_version = "0"
+        await b.backends.update(FIRST)
+        b.engine.hold(after=12)
+        async with b.asking("/v1/chat/completions", b.chat(stream=True)):
+            await has_said(b, 12)
+            await b.backends.pause("keep", timeout=30)
+            await b.backends.update(SECOND)
+            await b.backends.resume()
+            b.engine.release()
+            await until(lambda: any(isinstance(r, Appended) for r in journalled(b)))
+            [left] = read_as_killed(b)
+        (old, start, known), (nobody, begins, end) = spans(left)
+        assert (old, start, nobody, end) == ("v1", 0, None, len(left.sampled_ids))
+        assert 0 < known == begins <= 12
+        assert left.policy_version == "v1"
+
+
+def journalled(b: Bench) -> list[Any]:
+    return read_journal(b.journal).records
+
+
+def read_as_killed(b: Bench) -> list[Completion]:
+    """The session as its journal tells it up to the latest append."""
+    records = journalled(b)
+    last = max(n for n, record in enumerate(records) if isinstance(record, Appended))
+    return ledger_of(records[: last + 1]).completion_session().completions
+
+
 # ---- another backend ----
+
+
+async def test_an_engine_that_aborts_whatever_it_is_asked_is_not_asked_on_and_on(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        b.engine.faults = [Fault(abort_after=5), Fault(abort_after=0, times=10_000)]
+        status, _ = await b.ask("/v1/chat/completions", b.chat())
+        assert status == 503
+        assert b.engine.total_calls < 10
+        [one] = b.completions
+        assert (len(one.sampled_ids), one.findings) == (5, ["aborted"])
+
+
+async def test_what_a_long_answer_took_is_not_taken_from_its_patience(tmp_path: Path) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True, engine_patience_seconds=0.5) as b:
+        b.engine.faults = [
+            Fault(abort_after=5, stall_after=3, stall=0.6),
+            Fault(status=500),
+        ]
+        status, _ = await b.ask("/v1/chat/completions", b.chat())
+        assert (status, b.engine.total_calls) == (200, 3)
 
 
 @asynccontextmanager
