@@ -339,6 +339,178 @@ def test_an_answer_that_is_not_recorded_yet_stays_as_it_was_sent_first(
     assert third.after.completion_id == second.completion_id
 
 
+# ---- whose answer a request continues ----
+
+TOOLSET = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+
+
+def previous(call: OpenCall | Completion) -> str | None:
+    return None if call.previous is None else call.previous.completion_id
+
+
+def with_tokens(*ids: int) -> EngineReply:
+    """The same answer, in these tokens."""
+    return msgspec.structs.replace(
+        reply(Text(text="Yes.")),
+        sampled_ids=array("i", ids),
+        logprobs=array("f", [-0.5] * len(ids)),
+    )
+
+
+def test_a_request_continues_the_last_answer_that_it_begins_with(capture: SessionCapture) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), bash("c1"))
+    second = session.answer(asked([*GO, echo(first), result("c1")]), Text(text="Done."))
+    assert (previous(first), first.attached) == (None, None)
+    assert (previous(second), second.attached) == (first.completion_id, "arguments_respelt")
+    sent = [*GO, echo(first), result("c1"), echo(second), user("more")]
+    call = session.open(asked(sent))
+    assert (previous(call), call.attached, call.previous_messages) == (
+        second.completion_id,
+        "exact",
+        4,
+    )
+    # Words that the harness puts into the assistant's mouth, and what comes after, are new.
+    call = session.open(asked([*sent[:-1], assistant_message("Not mine.", "", []), user("more")]))
+    assert (previous(call), call.previous_messages) == (second.completion_id, 4)
+    edited = session.open(asked([*sent[:3], assistant_message("Not mine.", "", []), user("?")]))
+    assert (previous(edited), edited.previous_messages) == (first.completion_id, 2)
+
+
+def test_another_head_begins_a_branch_and_the_old_one_can_be_gone_on_with(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO, tools=TOOLSET), Text(text="Yes."))
+    on = [*GO, first.response_message, user("more")]
+    assert previous(session.open(asked(on, tools=TOOLSET))) == first.completion_id
+    assert previous(session.open(asked(on))) is None
+    for field, value in (("tool_choice", "none"), ("template_kwargs", {"enable_thinking": False})):
+        request = msgspec.structs.replace(asked(on, tools=TOOLSET), **{field: value})
+        assert previous(session.open(request)) is None
+    required = msgspec.structs.replace(asked(on, tools=TOOLSET), tool_choice="required")
+    assert previous(session.open(required)) == first.completion_id
+    # What the other head has answered meanwhile is not taken for it.
+    session.answer(asked(GO), Text(text="Yes."))
+    assert previous(session.open(asked(on, tools=TOOLSET))) == first.completion_id
+
+
+def test_another_system_prompt_or_beginning_is_another_conversation(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), bash("c1"))
+    tail = [echo(first), result("c1")]
+    assert previous(session.open(asked([user("Summary."), *tail]))) is None
+    assert previous(session.open(asked([{"role": "system", "content": "x"}, *GO, *tail]))) is None
+
+
+def test_an_answer_that_is_on_its_way_is_continued_by_nothing(capture: SessionCapture) -> None:
+    session = Session(capture)
+    slow = session.open(asked(GO))
+    on = asked([*GO, assistant_message("Yes.", "", []), user("more")])
+    assert previous(session.open(on)) is None
+    slow.close(reply(Text(text="Yes.")), {})
+    assert previous(session.open(on)) == slow.completion_id
+
+
+def test_between_answers_of_the_same_words_evidence_decides(capture: SessionCapture) -> None:
+    session = Session(capture)
+    calls = []
+    for number, agent in enumerate(("a", "b", "c")):
+        call = capture.open(
+            asked(GO),
+            completion_id=f"msg_00000000a{number:03}",
+            dialect="chat",
+            headers={"x-session-id": agent},
+        )
+        call.close(with_tokens(number), {})
+        calls.append(call.completion_id)
+    sent = [*GO, assistant_message("Yes.", "", []), user("more")]
+
+    def continued(agent: str, answers: dict[int, str] | None = None) -> tuple[str | None, bool]:
+        call = capture.open(
+            asked(sent, answers),
+            completion_id=f"msg_{next(session._ids):012x}",
+            dialect="chat",
+            headers={"x-session-id": agent},
+        )
+        return previous(call), call.ambiguous
+
+    for agent, call_id in zip("abc", calls, strict=True):
+        assert continued(agent) == (call_id, False)
+    assert continued("a", {1: calls[2]}) == (calls[2], False)
+    # Nothing tells whose answer another one goes on from.
+    assert continued("d")[1]
+
+
+def test_a_delivered_answer_is_continued_rather_than_one_that_was_not(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    delivered = session.open(asked(GO))
+    delivered.close(with_tokens(1), {})
+    lost = session.open(asked(GO))
+    lost.close(with_tokens(2), {})
+    lost.undelivered()
+    call = session.open(asked([*GO, assistant_message("Yes.", "", []), user("more")]))
+    assert (previous(call), call.ambiguous) == (delivered.completion_id, False)
+
+
+def test_where_nothing_tells_and_it_makes_a_difference_the_call_is_marked(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first, second = session.open(asked(GO)), session.open(asked(GO))
+    first.close(with_tokens(1, 2), {})
+    second.close(with_tokens(3), {})
+    sent = [*GO, assistant_message("Yes.", "", []), user("more")]
+    one = session.open(asked(sent))
+    assert (previous(one), one.ambiguous) == (second.completion_id, True)
+    # Each of the two is continued once, before one is a second time.
+    other = session.open(asked(sent))
+    assert (previous(other), other.ambiguous) == (first.completion_id, True)
+    completions = capture.completion_session().completions
+    assert not any(completion.ambiguous for completion in completions)
+    one.close(with_tokens(4), {})
+    assert capture.completion_session().completions[-1].ambiguous
+
+
+def test_where_it_makes_no_difference_nothing_is_marked(capture: SessionCapture) -> None:
+    session = Session(capture)
+    for _ in range(2):
+        session.open(asked(GO)).close(with_tokens(1, 2), {})
+    call = session.open(asked([*GO, assistant_message("Yes.", "", []), user("more")]))
+    assert call.previous is not None
+    assert not call.ambiguous
+
+
+def test_an_echo_whose_answer_is_not_certain_leaves_the_call_ambiguous(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    _, second = siblings(session, thought("a"), thought("b"))
+    call = session.open(asked([*GO, echo(second), user("more")]))
+    assert (previous(call), call.attached) == (second.completion_id, "reasoning_restored")
+    assert call.ambiguous
+
+
+def test_many_answers_with_one_call_id_do_not_make_an_echo_costly(capture: SessionCapture) -> None:
+    """Some engines count from 0 in each answer; compaction then takes the echoes' places away."""
+    session = Session(capture)
+    sent: list[Message] = [*GO]
+    for turn in range(40):
+        answered = session.answer(
+            asked(sent), Reasoning(text=f"try {turn}"), bash("functions.bash:0", f"step {turn}")
+        )
+        sent = [*sent, echo(answered), result("functions.bash:0", f"{turn} failed")]
+    restored = capture.restored(asked([user("Summary."), *sent[31:]]))
+    assert [message["reasoning_content"] for message in restored.messages[1::2]] == [
+        f"try {turn}" for turn in range(15, 40)
+    ]
+    assert "ambiguous echo" not in restored.notes
+
+
 # ---- ids ----
 
 
