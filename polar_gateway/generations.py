@@ -295,7 +295,9 @@ class Generations:
 
     def undelivered(self) -> list[Generation]:
         """Those whose turn is recorded and was not received yet."""
-        return [each for each in self._live if each.turn is not None and not each.delivered]
+        return [
+            each for each in self._live if each.record.counts_as_delivered and not each.delivered
+        ]
 
     def claim(self, generation: Generation) -> bool:
         """It was received after all; whether it had been kept for that."""

@@ -10,7 +10,7 @@ import msgspec
 from builders.records import Completion, CompletionSession
 from polar_gateway.capture import journal
 from polar_gateway.capture.journal import AnyRecord, Completed, JournalContents, Opened, Place
-from polar_gateway.capture.reading import Ledger
+from polar_gateway.capture.reading import ledger_of
 
 _IDS = ("tail", "sampled")
 _FLOATS = ("logprobs",)
@@ -30,17 +30,10 @@ class Inspected(NamedTuple):
 def inspected(path: Path) -> Inspected:
     """Read a journal with all that it refers to. Raises OSError when there is none."""
     contents = journal.read_journal(path)
+    ledger = ledger_of(contents)
     problems = [contents.problem] if contents.problem else []
-    ledger = Ledger()
-    for record, place in zip(contents.records, contents.places, strict=True):
-        try:
-            ledger.apply(record)
-        except LookupError as error:
-            told = f"the record at byte {place.offset} refers to what is not there: {error}"
-            problems.append(told)
-            break
-    if contents.records and not isinstance(contents.records[0], Opened):
-        problems.append("the first record does not say whose session it is")
+    if not any(isinstance(first, Opened) for first in contents.records[:1]):
+        problems.append("no first record says whose session it is")
     for completion in ledger.completions.values():
         problems += _misaligned(completion)
         problems += _missing(completion, path.parent)

@@ -215,9 +215,14 @@ class Journal:
         self._length = 0
         self._named = False
         """Whether the disk knows that there is such a file."""
+        self._flushable = True
+        """False once the disk has refused what was written: the kernel then forgets that it has
+        not got there, so that a later flush would say nothing of it."""
 
     def append(self, record: AnyRecord) -> Place:
         """Write one record; durable when this returns, CaptureError when it is not."""
+        if not self._flushable:
+            raise self._unflushed()
         frame = encode(record)
         place = Place(self._length or len(frames.MAGIC), len(frame))
         if not self._length:
@@ -254,13 +259,21 @@ class Journal:
         """Returns when the disk has what was written; blocks. Raises CaptureError."""
         if self._fd < 0:
             raise CaptureError(f"cannot flush the journal {self.path}: it is closed")
+        if not self._flushable:
+            raise self._unflushed()
         try:
             os.fdatasync(self._fd)
             if not self._named:
                 sync_folder(self.path.parent)
                 self._named = True
         except OSError as error:
+            self._flushable = False
             raise self._error("flush", error) from error
+
+    def _unflushed(self) -> CaptureError:
+        return CaptureError(
+            f"the journal {self.path} is not written to any more: a flush of it has failed"
+        )
 
     def _error(self, what: str, error: OSError) -> CaptureError:
         return CaptureError(f"cannot {what} the journal {self.path}: {error.strerror}")

@@ -17,6 +17,7 @@ from polar_gateway.capture.journal import (
     Delivered,
     Failed,
     Intent,
+    JournalContents,
     Opened,
     Rendered,
     Sealed,
@@ -175,14 +176,23 @@ def _floats(parts: Iterable[bytes]) -> Floats:
 def read_session(path: Path, end_of_turn_ids: Sequence[int] = ()) -> CompletionSession:
     """The session that a journal holds. Raises OSError when there is none."""
     contents = journal.read_journal(path)
-    session = ledger_of(contents.records).completion_session(end_of_turn_ids)
+    session = ledger_of(contents).completion_session(end_of_turn_ids)
     if contents.finding:
         session.findings.append(contents.finding)
     return session
 
 
-def ledger_of(records: Iterable[AnyRecord]) -> Ledger:
+def ledger_of(contents: JournalContents) -> Ledger:
+    """What the records add up to. One that does not follow from those before it is noted in
+    `contents`; it and what comes after it are left out."""
     ledger = Ledger()
-    for record in records:
-        ledger.apply(record)
+    for record, place in zip(contents.records, contents.places, strict=True):
+        try:
+            ledger.apply(record)
+        except LookupError as error:
+            contents.finding = "journal_damaged"
+            contents.problem = (
+                f"the record at byte {place.offset} refers to what is not there: {error}"
+            )
+            break
     return ledger

@@ -175,10 +175,9 @@ class SessionCapture:
         lost: CaptureError | None = None
         for record in [*endings, journal.Sealed(at=time.time())]:
             try:
-                self._write(record)
+                self._write_ending(record)
             except CaptureError as error:
                 lost = error
-                self._unwritten.append(record)
             self.completion_count += isinstance(record, journal.Completed)
         self._calls.clear()
         self._sealed = True
@@ -189,7 +188,9 @@ class SessionCapture:
         """The session as it is now, read from its journal. `end_of_turn_ids` are the ones that the
         session began with unless others are given. Raises OSError when the file is gone."""
         contents = journal.read_journal(self.journal_path)
-        ledger = ledger_of([*contents.records, *self._unwritten])
+        ledger = ledger_of(contents)
+        for record in self._unwritten:
+            ledger.apply(record)
         session = ledger.completion_session(end_of_turn_ids)
         if self._unwritten:
             session.findings.append("journal_failed")
@@ -201,6 +202,14 @@ class SessionCapture:
         """Release the file; the completions stay readable."""
         self._answers.forget(self._journal)
         self._journal.close()
+
+    def _write_ending(self, record: journal.AnyRecord) -> None:
+        """Write what stays true, and is told by `completion_session`, where this raises."""
+        try:
+            self._write(record)
+        except CaptureError:
+            self._unwritten.append(record)
+            raise
 
     def _write(self, record: journal.AnyRecord) -> journal.Place:
         if self._sealed:
@@ -259,6 +268,12 @@ class OpenCall:
     def is_open(self) -> bool:
         """False once it was closed, failed, or cut by the session's seal."""
         return self.completion_id in self._capture._calls
+
+    @property
+    def counts_as_delivered(self) -> bool:
+        """Whether it is recorded, and nothing says that the answer did not reach the harness."""
+        node = self._capture._forest.find(self.completion_id)
+        return node is not None and node.delivered
 
     @property
     def after(self) -> TokenNode | None:
@@ -365,13 +380,15 @@ class OpenCall:
 
         Does nothing once the session is sealed: what was built must stay true.
         """
-        if not self._capture._sealed:
-            self._capture._write(
-                journal.Undelivered(
-                    completion_id=self.completion_id, delivered_tokens=self.delivered_tokens
-                )
+        capture = self._capture
+        if capture._sealed:
+            return
+        self._mark_undelivered(capture._forest.node(self.completion_id))
+        capture._write_ending(
+            journal.Undelivered(
+                completion_id=self.completion_id, delivered_tokens=self.delivered_tokens
             )
-            self._mark_undelivered(self._capture._forest.node(self.completion_id))
+        )
 
     def _mark_undelivered(self, node: Node) -> None:
         node.delivered, node.delivered_tokens = False, self.delivered_tokens

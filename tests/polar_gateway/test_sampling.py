@@ -536,9 +536,10 @@ def journalled(b: Bench) -> list[Any]:
 
 def read_as_killed(b: Bench) -> list[Completion]:
     """The session as its journal tells it up to the latest append."""
-    records = journalled(b)
-    last = max(n for n, record in enumerate(records) if isinstance(record, Appended))
-    return ledger_of(records[: last + 1]).completion_session().completions
+    contents = read_journal(b.journal)
+    last = max(n for n, record in enumerate(contents.records) if isinstance(record, Appended))
+    del contents.records[last + 1 :], contents.places[last + 1 :]
+    return ledger_of(contents).completion_session().completions
 
 
 # ---- another backend ----

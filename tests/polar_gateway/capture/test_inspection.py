@@ -5,6 +5,7 @@ import msgspec
 from polar_gateway.capture import frames
 from polar_gateway.capture.inspection import calls_in_the_end, ended, inspected, readable
 from polar_gateway.capture.journal import AnyRecord, Completed, Intent, Opened, encode
+from polar_gateway.capture.reading import read_session
 from polar_gateway.engines.base import Tensor
 from tests.polar_gateway.capture.test_session import (
     END,
@@ -52,6 +53,13 @@ def test_records_that_refer_to_nothing_are_a_problem(tmp_path: Path) -> None:
     [problem] = found.problems
     assert problem.startswith("the record at byte ")
     assert problem.endswith("refers to what is not there: 'msg_1'")
+    assert found.session.findings == ["journal_damaged"]
+    assert read_session(tmp_path / "j").findings == ["journal_damaged"]
+
+
+def test_an_empty_file_is_no_whole_journal(tmp_path: Path) -> None:
+    (tmp_path / "j").touch()
+    assert inspected(tmp_path / "j").problems == ["no first record says whose session it is"]
 
 
 def test_a_journal_that_does_not_say_whose_it_is_and_ids_that_do_not_add_up_are_problems(
@@ -64,7 +72,7 @@ def test_a_journal_that_does_not_say_whose_it_is_and_ids_that_do_not_add_up_are_
         Completed(completion_id="msg_2", shared=5, response_message={}),
     ]
     assert inspected(journal_of(tmp_path / "j", *records)).problems == [
-        "the first record does not say whose session it is",
+        "no first record says whose session it is",
         "msg_1 has 1 log probabilities for 2 sampled ids",
         "msg_2 shares more ids with msg_1 than that has",
     ]

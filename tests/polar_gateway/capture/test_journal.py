@@ -262,3 +262,21 @@ async def test_a_flush_that_fails_is_an_error_of_its_own_journal(tmp_path: Path)
             await syncer.flushed(broken)
     assert whole.flushes == 1
     whole.close()
+
+
+def test_a_journal_that_was_not_flushed_once_is_written_to_no_more(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    place = journal.append(HEADER)
+    whole = os.dup(journal._fd)
+    with open(os.devnull, "rb") as null:  # which cannot be flushed
+        os.dup2(null.fileno(), journal._fd)
+    with pytest.raises(CaptureError, match=r"cannot flush the journal .*/j: "):
+        journal.sync()
+    os.dup2(whole, journal._fd)
+    os.close(whole)
+    with pytest.raises(CaptureError, match=r"/j is not written to any more"):
+        journal.sync()
+    with pytest.raises(CaptureError, match=r"/j is not written to any more"):
+        journal.append(SOME)
+    assert journal.read(place) == HEADER
+    journal.close()

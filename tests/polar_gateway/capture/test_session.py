@@ -375,6 +375,21 @@ def test_an_undelivered_answer_says_how_much_of_it_was_delivered(tmp_path: Path,
     assert split(session, Options())[:2] == ([], {"undelivered": {"completions": 1, "tokens": 4}})
 
 
+def test_an_undelivered_answer_is_none_where_that_cannot_be_written_either(tmp_path: Path) -> None:
+    capture = capture_in(tmp_path)
+    call = start(capture, [user("a")])
+    call.close(reply([1], [3, END]), {})
+    with (
+        files_limited_to((tmp_path / "journal").stat().st_size),
+        pytest.raises(CaptureError, match="cannot write to the journal"),
+    ):
+        call.undelivered()
+    assert not call.counts_as_delivered
+    session = capture.completion_session()
+    assert session.findings == ["journal_failed"]
+    assert split(session, Options())[:2] == ([], {"undelivered": {"completions": 1, "tokens": 2}})
+
+
 def test_an_answer_that_reached_who_asked_again_is_delivered(tmp_path: Path) -> None:
     capture = capture_in(tmp_path)
     call = start(capture, [user("a")])
