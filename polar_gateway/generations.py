@@ -232,11 +232,12 @@ class Generation:
         if not self._said:
             unsaid = events_of(turn.blocks, cut=turn.finish_reason == "length")
             self._prompt_tokens = turn.usage.prompt_tokens
-        unsaid = unsaid or ()
-        self._said += unsaid
+        if unsaid:
+            self._said += unsaid
+            self._tokens = turn.usage.completion_tokens
         self._tell_news()
         if unsaid:
-            await listener.hear(unsaid, self._prompt_tokens)
+            await self._hear(listener, unsaid)
         await self._conclude(listener, turn)
 
     def refuse(self, kind: ErrorKind) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from polar_gateway.capture.session import SessionCapture
-from polar_gateway.dialects.turn import ModelRequest, Turn, Usage
+from polar_gateway.dialects import chat
+from polar_gateway.dialects.turn import ModelRequest, Text, Turn, Usage
+from polar_gateway.exchange import Exchange
 from polar_gateway.generations import (
     MAX_UNCLAIMED,
     Asked,
@@ -81,6 +83,49 @@ def test_a_higher_limit_asks_anew_for_what_the_limit_has_cut() -> None:
 )
 def test_the_sdks_say_when_they_ask_again(count: str | None, marked: bool) -> None:
     assert is_marked({} if count is None else {"x-stainless-retry-count": count}) is marked
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_what_was_told_at_once_and_not_concluded_was_told_of_all_tokens(
+    tmp_path: Path, joined: bool
+) -> None:
+    """Else a harness that keeps the whole text would go on from the beginning of its tokens."""
+    capture = SessionCapture(
+        session_id="s",
+        task_id=None,
+        journal_path=tmp_path / "journal",
+        metadata={},
+        policy_version=None,
+    )
+    asked = call(stream=True)
+    record = capture.open(asked.request, completion_id="msg_1", dialect="chat", headers={})
+    generation = Generation(asked, record)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        leaver.gone = leaver.gone or b"stop" in message.get("body", b"")
+
+    leaver, gone = Exchange(receive, send), Exchange(receive, send)
+    gone.gone = True
+    turn = Turn(
+        completion_id="msg_1",
+        created=0,
+        blocks=[Text(text="It is said.")],
+        finish_reason="stop",
+        usage=Usage(completion_tokens=7),
+    )
+    listener = generation.listener(leaver, chat, asked.request)
+    first = generation.listener(gone, chat, asked.request) if joined else listener
+    generation.turn = turn
+    await generation.conclude(turn, first)
+    if joined:
+        assert record.delivered_tokens == 0
+        await generation.follow(listener)
+    assert not generation.delivered
+    assert record.delivered_tokens == 7
+    capture.close()
 
 
 async def test_many_large_calls_are_told_apart_in_no_time(tmp_path: Path) -> None:
