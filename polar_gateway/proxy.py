@@ -193,6 +193,8 @@ class Proxy:
         return decoded(data)
 
     def _lease(self, session: Session) -> Lease:
+        if session.sealed:  # nobody would give it back any more
+            raise RefusedError(SEALED)
         if session.lease is None:
             session.lease = self._backends.lease()
         return session.lease

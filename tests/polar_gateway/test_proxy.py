@@ -33,7 +33,7 @@ from polar_gateway.errors import Failure
 from polar_gateway.model_listener import ModelListener
 from polar_gateway.protocol import Sampling
 from polar_gateway.proxy import Proxy
-from polar_gateway.request_body import LONE_SURROGATE_NOTE, zstd
+from polar_gateway.request_body import LONE_SURROGATE_NOTE, RefusedError, zstd
 from polar_gateway.sampling import SEALED, with_overrides
 from polar_gateway.sessions import Session, Sessions
 from polar_gateway.testing.engine import Fault, ScriptedEngine
@@ -1525,3 +1525,14 @@ async def test_every_answer_names_its_request(tmp_path: Path, dialect: str) -> N
             assert response.headers[name] == b.completions[0].completion_id
         async with b.post(path, {"model": 7, **body}) as response:
             assert response.headers[name].startswith("req_")
+
+
+async def test_a_session_that_ended_while_its_request_came_in_takes_no_backend(
+    tmp_path: Path,
+) -> None:
+    """Nobody would give it back."""
+    async with bench(tmp_path) as b:
+        b.session.seal()
+        with pytest.raises(RefusedError):
+            b.proxy._lease(b.session)
+        assert b.session.lease is None
