@@ -18,9 +18,6 @@ from polar_gateway.engines.http_client import as_logprob, decoded
 from polar_gateway.engines.npy import array_file
 from polar_gateway.engines.refusals import broke_off, error_of, unreadable
 
-UNNAMED_WEIGHTS = "default"
-"""What SGLang calls the weights that it was started with."""
-
 
 class _Logprob(msgspec.Struct, gc=False):
     logprob: float | str | None = None
@@ -30,14 +27,8 @@ class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
 
 
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(msgspec.Struct, gc=False):
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: msgspec.Raw = msgspec.Raw()
     """[[log probability, id, text or null], ...]"""
     routed_experts: str | None = None
@@ -120,7 +111,7 @@ def _piece(answer: _Answer, choice: _Choice) -> Piece:
         stop_reason=choice.matched_stop,
         counts=_counts(answer.usage),
         model=answer.model,
-        versions=_versions(meta.weight_versions),
+        versions=meta.weight_versions,
         tensors=_tensors(meta.routed_experts),
     )
 
@@ -141,20 +132,6 @@ def _counts(usage: _Usage | None) -> Counts | None:
         prompt_tokens_details=usage.prompt_tokens_details,
         completion_tokens_details=CompletionDetails(reasoning_tokens=usage.reasoning_tokens),
     )
-
-
-def _versions(spans: list[_Span] | None) -> list[VersionSpan] | None:
-    if spans is None:
-        return None
-    return [
-        VersionSpan(
-            version=None if span.version == UNNAMED_WEIGHTS else span.version,
-            start=span.start,
-            end=span.end,
-        )
-        for span in spans
-        if span.start < span.end
-    ]
 
 
 def _tensors(routed_experts: str | None) -> list[Tensor]:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from polar_gateway.backend import WeightUpdate
 from polar_gateway.backends import BackendRefusedError
+from polar_gateway.likeness import restarted
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from polar_gateway.testing.script import Step
+from polar_gateway.testing.sglang import ScriptedSglang
 from tests.polar_gateway.gateway import turns
 from tests.polar_gateway.test_proxy import connected, loop_turns, until
 from tests.polar_gateway.tokens_mode import (
@@ -94,6 +97,40 @@ async def test_ids_that_are_ignored_in_mid_session_move_the_branch_to_messages(
         talk.messages = fork[:]
         await talk.ask(MORE, **NO_THINKING)
         assert talk.new == f"\n{MORE_TEXT}<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_that_say_only_at_the_end_what_they_have_read_are_distrusted_from_then_on(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with (
+        ScriptedSglang(says(ONE)) as engine,
+        talking(tmp_path, engine.url, engine="sglang") as talk,
+    ):
+        await talk.ask(user("GO"), **NO_THINKING)
+        engine.ignores_token_ids = True
+        await talk.ask(MORE, stream=stream, **NO_THINKING)
+        assert (talk.last.mode, talk.last.findings) == ("messages", ["token_in_ignored"])
+        engine.ignores_token_ids = False
+        await talk.ask(MORE, stream=stream, **NO_THINKING)
+        assert talk.last.notes == ["asked with messages: the engine read another prompt before"]
+
+
+async def test_weights_that_sglang_has_no_name_for_have_the_gateways(tmp_path: Path) -> None:
+    async with (
+        ScriptedSglang(says(ONE)) as engine,
+        talking(tmp_path, engine.url, engine="sglang") as talk,
+    ):
+        talk.session.policy_version = "7"
+        await talk.ask(user("GO"))
+        assert (talk.last.policy_version, talk.last.versions) == ("7", [])
+        await talk.backends.update(WeightUpdate(policy_version="8"))
+        engine.name_weights("default")  # as after a restart
+        await talk.ask(MORE)
+        assert [each.version for each in talk.last.versions] == [None]
+        assert "as after a restart" in restarted(
+            await talk.backends.first.engine.probe(), talk.backends.first
+        )
 
 
 async def test_a_call_that_is_tried_again_is_composed_once(tmp_path: Path) -> None:
