@@ -1,6 +1,6 @@
 """Going on with an answer that was aborted: what is asked for, and both parts as one."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -14,11 +14,17 @@ async def gone_on_with(
     request: ModelRequest,
     partial: EngineReply,
     ask: Callable[[ModelRequest], Awaitable[EngineReply]],
+    spelled: Callable[[Sequence[int]], Awaitable[str]],
 ) -> EngineReply:
-    """The whole answer, whose blocks are yet to be found out; `ask` gets the rest of it. Raises
-    EngineError, which carries what there is if the rest was aborted, too."""
+    """The whole answer, whose blocks are yet to be found out; `ask` gets the rest of it, `spelled`
+    the text of ids. Raises EngineError, which carries what there is if the rest was aborted, too."""
     if partial.findings or not may_resume(request):
         raise unresumable()
+    if stops := request.sampling.get("stop"):
+        # Engines look for them in what they sample alone. A character has four tokens at most.
+        tail = partial.sampled_ids[-4 * max(map(len, stops)) :]
+        if ends_inside(await spelled(tail.tolist()), stops):
+            raise unresumable()
     left = None if request.max_tokens is None else request.max_tokens - len(partial.sampled_ids)
     if left is not None and left < 1:
         return msgspec.structs.replace(partial, finish_reason="length")
@@ -32,6 +38,11 @@ async def gone_on_with(
     if added.prompt_ids != context:
         raise broke_off("it did not go on with the tokens that it was sent")
     return joined(partial, added)
+
+
+def ends_inside(text: str, stops: Sequence[str]) -> bool:
+    """Whether the text ends with the beginning of one of the strings."""
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def may_resume(request: ModelRequest) -> bool:

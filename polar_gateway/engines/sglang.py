@@ -113,9 +113,9 @@ class Sglang(ChatEngine):
         self, request: ModelRequest, request_id: str, partial: EngineReply
     ) -> EngineReply:
         async def ask(rest: ModelRequest) -> EngineReply:
-            return await self.chatted(rest, request_id)
+            return await self.complete(rest, request_id)
 
-        reply = await gone_on_with(request, partial, ask)
+        reply = await gone_on_with(request, partial, ask, self.api.detokenize)
         reply.blocks = await self.parsed(request, reply)
         if reply.finish_reason in ("stop", "tool_calls"):
             called = any(isinstance(block, Call) for block in reply.blocks)

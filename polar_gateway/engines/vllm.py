@@ -127,10 +127,15 @@ class Vllm(ChatEngine):
     async def resume(
         self, request: ModelRequest, request_id: str, partial: EngineReply
     ) -> EngineReply:
-        async def ask(rest: ModelRequest) -> EngineReply:
-            return (await self._sampled(rest, request_id, None))[0]
+        async def sampled(
+            rest: ModelRequest, request_id: str, after: TokenNode | None
+        ) -> EngineReply:
+            return (await self._sampled(rest, request_id, after))[0]
 
-        reply = await gone_on_with(request, partial, ask)
+        async def ask(rest: ModelRequest) -> EngineReply:
+            return await self.with_room(sampled, rest, request_id, None)
+
+        reply = await gone_on_with(request, partial, ask, self.api.detokenize)
         return await self._parsed(request, reply, spelling(partial.prompt_ids))
 
     async def count_too_long(self, request: ModelRequest) -> int:

@@ -1,5 +1,8 @@
 from array import array
+from collections.abc import Sequence
+from contextlib import nullcontext
 
+import msgspec
 import pytest
 
 from builders.records import VersionSpan
@@ -25,6 +28,10 @@ def reply(*sampled: int, prompt: tuple[int, ...] = (1, 2), **fields: object) -> 
     )
 
 
+async def spelled(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
 async def test_what_is_asked_for_is_the_rest() -> None:
     asked: list[ModelRequest] = []
 
@@ -35,7 +42,7 @@ async def test_what_is_asked_for_is_the_rest() -> None:
     request = ModelRequest(
         model="m", messages=HI.messages, max_tokens=9, sampling={"min_tokens": 3, "top_p": 0.5}
     )
-    whole = await gone_on_with(request, reply(3, 4), ask)
+    whole = await gone_on_with(request, reply(3, 4), ask, spelled)
     [rest] = asked
     assert rest.prompt_ids == array("i", [1, 2, 3, 4])
     assert rest.max_tokens == 7
@@ -51,7 +58,26 @@ async def test_what_is_not_trustworthy_is_not_gone_on_with(findings: list[str]) 
         raise AssertionError("it was asked")
 
     with pytest.raises(EngineError, match="cannot be gone on with"):
-        await gone_on_with(HI, reply(3, findings=findings), ask)
+        await gone_on_with(HI, reply(3, findings=findings), ask, spelled)
+
+
+@pytest.mark.parametrize(
+    ("said", "resumes"), [("the EN", False), ("a #", False), ("the ENDING", True), ("a b", True)]
+)
+async def test_an_answer_is_not_gone_on_with_inside_of_a_stop_string(
+    said: str, resumes: bool
+) -> None:
+    """The engine would look for it in the rest alone."""
+    asked: list[ModelRequest] = []
+
+    async def ask(rest: ModelRequest) -> EngineReply:
+        asked.append(rest)
+        return reply(5, prompt=(1, 2, *map(ord, said)), finish_reason="stop")
+
+    request = msgspec.structs.replace(HI, sampling={"stop": ["###", "ENDS"]})
+    with nullcontext() if resumes else pytest.raises(EngineError, match="cannot be gone on with"):
+        await gone_on_with(request, reply(*map(ord, said)), ask, spelled)
+    assert len(asked) == resumes
 
 
 def test_both_parts_are_one_answer() -> None:

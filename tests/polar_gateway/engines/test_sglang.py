@@ -21,6 +21,7 @@ from polar_gateway.dialects.turn import (
 )
 from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
 from polar_gateway.engines.sglang import Sglang
+from polar_gateway.policy_versions import UNNAMED
 from polar_gateway.testing.calls import Fault
 from polar_gateway.testing.engine import ScriptedEngine
 from polar_gateway.testing.policy import SeededPolicy
@@ -111,7 +112,7 @@ async def test_a_whole_answer_has_the_engines_own_ids_and_logprobs() -> None:
         assert [type(block) for block in reply.blocks] == [Reasoning, Text, Call]
         assert reply.finish_reason == "tool_calls"
         assert reply.usage.completion_tokens == len(call.token_ids)
-        assert reply.versions == [VersionSpan(version=None, start=0, end=len(call.token_ids))]
+        assert reply.versions == [VersionSpan(version=UNNAMED, start=0, end=len(call.token_ids))]
 
 
 async def test_a_stream_adds_up_to_the_whole_answer() -> None:
@@ -301,11 +302,22 @@ async def test_an_aborted_answer_is_gone_on_with_and_parsed_as_one() -> None:
         assert reply.finish_reason == "tool_calls"
         sampled = len(reply.sampled_ids)
         assert reply.versions == [
-            VersionSpan(version=None, start=0, end=begun),
+            VersionSpan(version=UNNAMED, start=0, end=begun),
             VersionSpan(version="step-1", start=begun, end=sampled),
         ]
         old, new = server.policies["default"], server.policies["step-1"]
         assert reply.logprobs == recomputed([old] * begun + [new] * (sampled - begun), reply)
+
+
+async def test_the_rest_of_an_aborted_answer_is_asked_for_with_the_room_that_is_left() -> None:
+    async with both() as (server, engine):
+        await engine.probe()
+        partial = await aborted(server, engine, 8)
+        await engine.unpause()
+        server.max_model_len = len(partial.prompt_ids) + 12
+        request = msgspec.structs.replace(ASK, max_tokens=100)
+        reply = await engine.resume(request, "msg_2", partial)
+        assert (len(reply.sampled_ids), reply.finish_reason) == (12, "length")
 
 
 def _without_ids(reply: EngineReply) -> list[Any]:
@@ -361,7 +373,7 @@ async def test_new_weights_abort_nothing_and_leave_spans(path: str | None) -> No
         [reply] = replies
         assert reply.finish_reason == "tool_calls"
         assert [(span.version, span.start, span.end) for span in reply.versions] == [
-            (None, 0, 7),
+            (UNNAMED, 0, 7),
             ("step-1", 7, len(reply.sampled_ids)),
         ]
         policies = [server.policies["default"]] * 7
