@@ -36,6 +36,24 @@ async def test_health_names_no_session(tmp_path: Path) -> None:
         assert "secret-id" not in (await node.http.get(f"{node.address.control_url}/health")).text
 
 
+async def test_health_tells_strangers_nothing_of_the_hosts_behind_the_node(
+    tmp_path: Path,
+) -> None:
+    async with gateway(tmp_path) as node, httpx2.AsyncClient() as stranger:
+        base = node.address.control_url
+        await node.engine.die()
+        update = {"policy_version": "1"}
+        assert (
+            await node.http.post(f"{base}/admin/inference/update", json=update)
+        ).status_code == 502
+        port = node.engine.url.rpartition(":")[2]
+        status = (await node.http.get(f"{base}/admin/inference/status")).json()
+        assert port in status["backends"][0]["failure"]
+        health = await stranger.get(f"{base}/health")
+        assert health.json()["backends"][0]["version_in_doubt"]
+        assert port not in health.text
+
+
 async def test_the_same_attempt_twice_is_taken_once(tmp_path: Path) -> None:
     async with gateway(tmp_path) as node:
         first, second = await node.dispatch(), await node.dispatch()
