@@ -110,12 +110,6 @@ REGISTRY: dict[str, Code] = {
         "A sampled token has the log probability -9999, by which engines mean that it was impossible.",
         "Look for a logit bias or a grammar that the log probabilities leave out.",
     ),
-    "logprobs_invalid": Code(
-        "fatal",
-        "completion",
-        "A log probability is null, positive or not finite; journals of earlier versions say no more.",
-        _PIN_VERSION,
-    ),
     "logprob_not_behaviour": Code(
         "warning",
         "completion",

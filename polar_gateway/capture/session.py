@@ -77,16 +77,19 @@ class SessionCapture:
         """How calls ended whose end could not be journalled."""
         self._walk: Walk | None = None
         """Of the request that was restored last."""
-        self._write(
-            journal.Opened(
-                session_id=session_id,
-                task_id=task_id,
-                metadata=_json(metadata),
-                policy_version=policy_version,
-                end_of_turn_ids=list(end_of_turn_ids),
-                end_of_turn_texts=list(end_of_turn_texts),
-            )
+        header = journal.Opened(
+            session_id=session_id,
+            task_id=task_id,
+            metadata=_json(metadata),
+            policy_version=policy_version,
+            end_of_turn_ids=list(end_of_turn_ids),
+            end_of_turn_texts=list(end_of_turn_texts),
         )
+        try:
+            self._write(header)
+        except CaptureError:
+            self._journal.close()  # nobody else will, as there is no session
+            raise
 
     def restored(self, request: ModelRequest) -> ModelRequest:
         """The request as the engine shall be sent it: assistant messages that mean the same as

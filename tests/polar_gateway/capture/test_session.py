@@ -1,3 +1,4 @@
+import os
 import random
 from array import array
 from itertools import pairwise
@@ -373,6 +374,13 @@ def test_an_undelivered_answer_says_how_much_of_it_was_delivered(tmp_path: Path,
     session = capture.completion_session()
     assert plain(read_session(tmp_path / "journal")) == plain(session)
     assert split(session, Options())[:2] == ([], {"undelivered": {"completions": 1, "tokens": 4}})
+
+
+def test_a_session_that_cannot_even_be_opened_keeps_no_file_open(tmp_path: Path) -> None:
+    with files_limited_to(3), pytest.raises(CaptureError, match="cannot write to the journal"):
+        capture_in(tmp_path)
+    opened = {Path(f"/proc/self/fd/{fd}").resolve() for fd in os.listdir("/proc/self/fd")}
+    assert tmp_path / "journal" not in opened
 
 
 def test_an_undelivered_answer_is_none_where_that_cannot_be_written_either(tmp_path: Path) -> None:
