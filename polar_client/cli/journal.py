@@ -42,9 +42,9 @@ def journal() -> None:
 @journal.command()
 @file_argument
 def verify(file: Path) -> None:
-    """Check that the journal FILE is whole, and the tensors that it refers to.
+    """Check that the journal FILE is whole.
 
-    Exits with status 1 where it is not, in words; what comes before is good all the same.
+    So must be the tensors that it refers to. Exits with status 1 where it is not, in words; what comes before is good all the same.
     """
     from polar_gateway.capture.inspection import calls_in_the_end, inspected
 
@@ -62,21 +62,20 @@ def verify(file: Path) -> None:
 @file_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON, one a line.")
 def show(file: Path, as_json: bool) -> None:
-    """Show the calls in the journal FILE, in the order in which they were asked.
+    """Show the calls in the journal FILE.
 
-    Where it is not whole, that is said on stderr and what comes before is shown.
+    In the order in which they were asked. Where it is not whole, that is said on stderr and what
+    comes before is shown.
     """
-    from polar_gateway.capture.inspection import inspected, readable
+    from polar_gateway.capture.inspection import readable
 
-    found = inspected(file)
+    found = _inspected(file)
     if as_json:
         contents = found.contents
         for record, place in zip(contents.records, contents.places, strict=True):
             click.echo(msgspec.json.encode(readable(record, place)))
     else:
         _show(found)
-    for problem in found.problems:
-        click.echo(f"{file}: {problem}", err=True)
 
 
 @journal.command()
@@ -91,15 +90,14 @@ def show(file: Path, as_json: bool) -> None:
     help="Write the trajectory there.  [default: stdout]",
 )
 def build(file: Path, builder: str, config: str, where: Path | None) -> None:
-    """Build the traces of the session in the journal FILE anew, as JSON, and check them.
+    """Build the traces of the journal FILE anew.
 
-    Without a reward, which no journal knows. A journal that is not whole is built as far as it
+    As JSON, checked, and without a reward, which no journal knows. A journal that is not whole is built as far as it
     goes; that is said on stderr.
     """
     from polar_gateway import stages
-    from polar_gateway.capture.reading import read_session
 
-    session = read_session(file)
+    session = _inspected(file).session
     for finding in session.findings:
         click.echo(f"{file}: {finding}", err=True)
     trajectory = stages.built(builder, _object(config), session)
@@ -108,6 +106,18 @@ def build(file: Path, builder: str, config: str, where: Path | None) -> None:
         click.echo(encoded)
     else:
         where.write_bytes(encoded)
+
+
+def _inspected(file: Path) -> "Inspected":
+    """What there is of a journal; what is wrong with it is told on stderr."""
+    from polar_gateway.capture.inspection import inspected
+
+    found = inspected(file)
+    if not found.contents.records:
+        raise click.ClickException(f"{file}: {'; '.join(found.problems)}")
+    for problem in found.problems:
+        click.echo(f"{file}: {problem}", err=True)
+    return found
 
 
 def _object(config: str) -> dict[str, Any]:

@@ -111,7 +111,19 @@ def test_traces_are_built_from_a_journal(file: Path, tmp_path: Path) -> None:
     assert run("build", file, "-o", written).stdout == ""
     assert written.read_bytes() + b"\n" == result.stdout_bytes
     cut_short(file)
-    assert run("build", file).stderr == f"{file}: call_unfinished\n{file}: journal_cut_short\n"
+    problem, *findings = run("build", file).stderr.splitlines()
+    assert problem.startswith(f"{file}: the last record is cut off")
+    assert findings == [f"{file}: call_unfinished", f"{file}: journal_cut_short"]
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n"])
+@pytest.mark.parametrize("command", ["verify", "show", "build"])
+def test_what_is_no_journal_is_refused(tmp_path: Path, command: str, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    result = run(command, tmp_path / "file")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'file'}: " in result.stderr
+    assert "COMPLETED" not in result.stdout
 
 
 def test_the_builder_and_its_configuration_can_be_chosen(file: Path) -> None:
