@@ -133,7 +133,7 @@ class _Rival(NamedTuple):
 
     def same(self, other: "_Rival") -> bool:
         """Whether it makes no difference which of the two is continued."""
-        return (
+        return self == other or (
             self.node.sampled_ids[: self.tokens] == other.node.sampled_ids[: other.tokens]
             and self.node.prompt_ids == other.node.prompt_ids
         )
