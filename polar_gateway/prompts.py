@@ -145,15 +145,11 @@ class Prompter:
         """What the messages from `known` on add to the answer that is the last one before them,
         which is that of `previous`."""
         if probe.renders == "suffix":
-            added = await _added_to_small(request, known, engine, probe)
-            if not _may_rewrite(request.messages, known):
-                return added
-            if self._history == "template":
-                return Added(None, "nobody knows whether the template keeps earlier reasoning")
-            return added._replace(finding=HISTORY_KEPT if added.ids else "")
+            return await self._added_unseen(request, known, engine, probe)
         closed, followed, closing = await self._rendered(request, known, engine, probe)
         if isinstance(followed, EngineError):
-            return Added(None, "the engine does not render it")
+            # It refuses the history, such as malformed arguments; what is new may be fine.
+            return await self._added_unseen(request, known, engine, probe)
         if isinstance(closed, EngineError):
             return await _added_behind_first_end(request, known, followed, engine, probe)
         if closing is None:
@@ -168,6 +164,17 @@ class Prompter:
             return REWRITTEN
         added = await _added_to_small(request, known, engine, probe)
         return REWRITTEN if added.ids is None else added._replace(finding=HISTORY_KEPT)
+
+    async def _added_unseen(
+        self, request: ModelRequest, known: int, engine: Engine, probe: EngineProbe
+    ) -> Added:
+        """What a request adds to a conversation that the engine does not render."""
+        added = await _added_to_small(request, known, engine, probe)
+        if not _may_rewrite(request.messages, known):
+            return added
+        if self._history == "template":
+            return Added(None, "nobody knows whether the template keeps earlier reasoning")
+        return added._replace(finding=HISTORY_KEPT if added.ids else "")
 
     async def _rendered(
         self, request: ModelRequest, known: int, engine: Engine, probe: EngineProbe

@@ -537,6 +537,26 @@ async def test_there_nobody_knows_whether_reasoning_is_left_out(
     assert talk.last.findings == (["history_kept"] if mode == "tokens" else [])
 
 
+async def test_a_history_that_the_template_chokes_on_is_gone_on_with(tmp_path: Path) -> None:
+    """With messages the call would fail, and so would all that follow it."""
+    strict = changed_template(
+        tmp_path,
+        "{{- '<tool_call>\\n{\"name\": '",
+        "{%- if call.function.arguments.choke -%}{{- raise_exception('No.') -}}{%- endif -%}"
+        "{{- '<tool_call>\\n{\"name\": '",
+    )
+    talk = Talk(tmp_path, strict)
+    said = await talk.say([ASK], call_text('{"choke": 1}'), sh("c1", '{"choke": 1}'))
+    with pytest.raises(EngineError):
+        await talk.engine.render(ModelRequest(model="m", messages=said.then(MORE), tools=TOOLS))
+    record, sent = await talk.ask(said.then(tool("c1")))
+    assert talk.new(sent, said) == f"\n{RESULT_TEXT}"
+    record.fail("never mind")
+    said = await talk.say(said.then(tool("c1")), "I see.")
+    _, sent = await talk.ask(said.then(MORE))
+    assert talk.new(sent, said) == f"\n{MORE_TEXT}"
+
+
 # ---- where ids are not sent ----
 
 
@@ -649,4 +669,6 @@ async def test_what_the_engine_refuses_to_render_it_is_asked_with_messages(talk:
     talk.engine.error = EngineError(wrong, infra=False)
     await talk.say(said.then(MORE), "Two.")
     assert talk.last.mode == "messages"
-    assert talk.last.notes == ["asked with messages: the engine does not render it"]
+    assert talk.last.notes == [
+        "asked with messages: the engine does not render what it adds apart from the rest"
+    ]
