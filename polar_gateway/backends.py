@@ -272,12 +272,12 @@ class Backends:
                 await anyio.sleep(period)
 
     async def _check(self, backend: Backend) -> None:
-        why = f"it did not answer within {CHECK_TIMEOUT:g} s"
+        why, weights = f"it did not answer within {CHECK_TIMEOUT:g} s", backend.weights
         with anyio.move_on_after(CHECK_TIMEOUT):
             try:
                 probe = await backend.engine.probe()
                 why = "; ".join(unlike(probe, backend.probe))
-                if other := restarted(probe, backend):
+                if weights == backend.weights and (other := restarted(probe, backend)):
                     why = why or other
                     backend.weights = backend.weights.mistaken()
             except EngineError as error:

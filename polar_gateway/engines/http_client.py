@@ -22,6 +22,7 @@ class HttpClient:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._client: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def get(self, path: str, decoder: "msgspec.json.Decoder[_T]") -> _T:
         response = await self._request("GET", path, None, self._headers)
@@ -52,16 +53,15 @@ class HttpClient:
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> aiohttp.ClientResponse:
         url = self.base_url + path
-        ask = self._session().request
         try:
             try:
-                response = await ask(method, url, data=body, headers=headers)
+                response = await self._session().request(method, url, data=body, headers=headers)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
                 # Mostly a connection that was kept alive and that the engine has closed meanwhile:
                 # a new one is no second sample, as nothing of an answer has come.
-                response = await ask(method, url, data=body, headers=headers)
+                response = await self._session().request(method, url, data=body, headers=headers)
             if response.status == 200:
                 return response
             async with response:
@@ -79,6 +79,8 @@ class HttpClient:
             response.release()
 
     def _session(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise unreachable(RuntimeError("it was removed"))
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 # As many calls as there are sessions: what limits them is the engine's queue.
@@ -93,6 +95,8 @@ class HttpClient:
         return self._client
 
     async def aclose(self) -> None:
+        """For good: who is still about to ask is told that nobody is there."""
+        self._closed = True
         if self._client is not None:
             await self._client.close()
             self._client = None

@@ -7,7 +7,7 @@ import pytest
 from polar_gateway.backend import Backend, WeightUpdate
 from polar_gateway.backends import BackendRefusedError
 from polar_gateway.config import BackendConfig
-from polar_gateway.engines.base import EngineProbe
+from polar_gateway.engines.base import EngineError, EngineProbe
 from polar_gateway.testing.engine import Fault, ScriptedEngine
 from tests.polar_gateway.obedient import FAILED, engine_of, serving, three
 from tests.polar_gateway.test_proxy import loop_turns
@@ -133,6 +133,24 @@ async def test_a_backend_that_came_back_as_another_is_not_well() -> None:
         while "serves" not in made[0].failure:
             await made[0].changed()
         assert not made[0].healthy
+        group.cancel_scope.cancel()
+
+
+async def test_a_backend_that_is_updated_while_it_is_looked_at_was_not_restarted() -> None:
+    backends, made = three()
+    await backends.update(WeightUpdate(policy_version="7"))
+    engine = engine_of(made[0])
+    engine.found = msgspec.structs.replace(made[0].probe, weight_version="7")
+    looking = engine.obeys = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(backends.watch, 0.01)
+        backends.suspect(made[0], "it broke")
+        await loop_turns()
+        engine.obeys = None
+        await backends.update(WeightUpdate(policy_version="8"))
+        looking.set()
+        await made[0].changed()
+        assert (made[0].healthy, made[0].weights.in_doubt) == (True, False)
         group.cancel_scope.cancel()
 
 
@@ -286,6 +304,26 @@ async def test_one_more_that_has_the_weights_of_the_others_serves_at_once() -> N
         await backends.update(WeightUpdate(policy_version="7"))
         added = await backends.add(BackendConfig(base_url=two.url, name="more"))
         assert (added.open, added.weights.version) == (True, "7")
+
+
+async def test_a_backend_that_is_removed_while_it_is_looked_at_is_left_alone() -> None:
+    """Connections that nobody closes would fail this test as a warning."""
+    async with ScriptedEngine() as one, ScriptedEngine() as two, serving(one, two) as backends:
+        second = backends.named("backend-2")
+        two.hold()
+        async with anyio.create_task_group() as group:
+            group.start_soon(backends.watch, 0.01)
+            backends.suspect(second, "it broke")
+            calls = two.total_calls
+            while two.total_calls == calls:
+                await loop_turns()
+            await backends.remove("backend-2")
+            two.release()
+            while "removed" not in second.failure and "reached" not in second.failure:
+                await second.changed()
+            group.cancel_scope.cancel()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await second.engine.probe()
 
 
 async def test_who_does_not_answer_is_refused() -> None:
