@@ -8,9 +8,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import aiohttp
 import anyio
@@ -64,17 +63,23 @@ def _mode(mode: Mode, wanted: Callable[[str], bool]) -> Iterator[Line]:
     count = WARM_SESSIONS + max(live, timed)
     turns = {session45.NAME: session45.TURNS}
     with servers(turns, count, floor=["decode"], gateway=[mode]) as running:
-        ours = _driven_warm(running.gateway, max(live, timed))
-        _check(running, range(count), mode)
+        driven = [(running.gateway, max(live, timed)), (running.floor, timed)]
+        for server, _ in driven:
+            _driven([(server, range(WARM_SESSIONS))])
+        before = running.gateway.process.memory_info().rss
+        ours, decoding = _driven(
+            [(each, range(WARM_SESSIONS, WARM_SESSIONS + sessions)) for each, sessions in driven]
+        )
+        grown = running.gateway.process.memory_info().rss - before
+        _check(running, range(count), (count + WARM_SESSIONS + timed) * session45.TURNS, mode)
         first = journal(running.folder, 0)
         figures = [
             Line(bench="journal45", value=first.stat().st_size / 1e6, unit="MB", bound=1.0),
         ]
         if live:
-            grown = ours.memory / live / 1e6
-            figures.append(Line(bench="memory45", value=grown, unit="MB", bound=0.8))
+            figures.append(Line(bench="memory45", value=grown / live / 1e6, unit="MB", bound=0.8))
         if timed:
-            figures += _compared(ours, _driven_warm(running.floor, timed))
+            figures += _compared(ours, decoding)
         if is_wanted("build45"):
             figures.append(Line(bench="build45", value=_built(first), unit="ms", bound=50))
         for line in figures:
@@ -84,50 +89,22 @@ def _mode(mode: Mode, wanted: Callable[[str], bool]) -> Iterator[Line]:
                 yield line
 
 
-class Driven(NamedTuple):
-    """What the sessions behind the warm ones cost a server."""
-
-    turns: list[float]
-    """CPU seconds a session, turn by turn."""
-    memory: int
-    """Bytes by which the process has grown."""
-
-
-def _driven_warm(server: Server, sessions: int) -> Driven:
-    _driven(server, range(WARM_SESSIONS))
-    before = server.process.memory_info().rss
-    turns = _driven(server, range(WARM_SESSIONS, WARM_SESSIONS + sessions))
-    grown = server.process.memory_info().rss - before
-    return Driven([seconds / max(sessions, 1) for seconds in turns], grown)
-
-
-def _compared(ours: Driven, decoding: Driven) -> list[Line]:
+def _compared(ours: list[float], decoding: list[float]) -> list[Line]:
     """Growth of what the gateway costs more than the decode-only proxy, and all that both cost.
 
     That one decodes every id; where the gateway does with less, it costs less, and grows by 0.
     """
-    more = [mine - least for mine, least in zip(ours.turns, decoding.turns, strict=True)]
+    more = [mine - least for mine, least in zip(ours, decoding, strict=True)]
     early, late = sum(more[EARLY]) / 5, sum(more[LATE]) / 5
-    whole = sum(ours.turns)
     progress(
         f"a turn costs {early * 1000:.2f} ms more than decoding, at last {late * 1000:.2f} ms; "
-        f"the session {whole * 1000:.0f} ms, decoding alone {sum(decoding.turns) * 1000:.0f} ms"
+        f"the session {sum(ours) * 1000:.0f} ms, decoding alone {sum(decoding) * 1000:.0f} ms"
     )
+    growth = _ratio(max(late, 0.0), max(early, LEAST_SECONDS))
+    whole = _ratio(sum(ours), sum(decoding))
     return [
-        Line(
-            bench="growth",
-            value=late * 1000,
-            unit="ms",
-            ratio=_ratio(max(late, 0.0), max(early, LEAST_SECONDS)),
-            bound=1.5,
-        ),
-        Line(
-            bench="session45",
-            value=whole * 1000,
-            unit="ms",
-            ratio=_ratio(whole, sum(decoding.turns)),
-            bound=2.5,
-        ),
+        Line(bench="growth", value=late * 1000, unit="ms", ratio=growth, bound=1.5),
+        Line(bench="session45", value=sum(ours) * 1000, unit="ms", ratio=whole, bound=2.5),
     ]
 
 
@@ -154,7 +131,7 @@ def _recovered() -> Line:
     with tempfile.TemporaryDirectory() as name:
         attempts = Path(name)
         with servers({session45.NAME: RECOVERED_TURNS}, 1) as running:
-            _driven(running.gateway, range(1), RECOVERED_TURNS)
+            _driven([(running.gateway, range(1))], RECOVERED_TURNS)
             written = journal(running.folder, 0)
             for number in range(RECOVERED_SESSIONS):
                 folder = attempts / f"{number:04d}"
@@ -184,37 +161,44 @@ def _dispatch(session_id: str) -> SessionDispatchRequest:
     )
 
 
-def _driven(server: Server, numbers: range, turns: int = session45.TURNS) -> list[float]:
-    """The server's CPU seconds for each turn of these sessions."""
-    return anyio.run(_drive, server, numbers, turns)
+def _driven(
+    servers: Sequence[tuple[Server, range]], turns: int = session45.TURNS
+) -> list[list[float]]:
+    """What each server's sessions cost: CPU seconds a session, turn by turn. The servers take turns,
+    so that what else the machine does is the same for all."""
+    return anyio.run(_drive, servers, turns)
 
 
-async def _drive(server: Server, numbers: range, turns: int) -> list[float]:
-    spent = []
-    url = server.url + PATHS["chat"]
+async def _drive(servers: Sequence[tuple[Server, range]], turns: int) -> list[list[float]]:
+    spent: list[list[float]] = [[] for _ in servers]
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as client:
         for turn in session45.turns(turns):
-            before = server.cpu_seconds()
-            waiting = iter(numbers)
             body = turn.requests["chat/plain"]
-
-            async def work(waiting: Iterator[int], body: bytes) -> None:
-                for number in waiting:
-                    await call(client, url, number, body)
-
-            async with anyio.create_task_group() as group:
-                for _ in range(AT_ONCE):
-                    group.start_soon(work, waiting, body)
-            spent.append(server.cpu_seconds() - before)
+            for (server, numbers), seconds in zip(servers, spent, strict=True):
+                before = server.cpu_seconds()
+                await _ask_all(client, server.url + PATHS["chat"], numbers, body)
+                seconds.append((server.cpu_seconds() - before) / max(len(numbers), 1))
     return spent
 
 
-def _check(running: Servers, numbers: range, mode: Mode) -> None:
+async def _ask_all(client: aiohttp.ClientSession, url: str, numbers: range, body: bytes) -> None:
+    waiting = iter(numbers)
+
+    async def work() -> None:
+        for number in waiting:
+            await call(client, url, number, body)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(AT_ONCE):
+            group.start_soon(work)
+
+
+def _check(running: Servers, numbers: range, calls: int, mode: Mode) -> None:
     """The figures count only if every call was made once and is in the journals as it was said."""
-    calls = running.engine_calls()
-    if calls != len(numbers) * session45.TURNS:
-        raise BrokenBenchError(f"{len(numbers)} sessions made {calls} calls to the engine")
+    made = running.engine_calls()
+    if made != calls:
+        raise BrokenBenchError(f"{calls} calls by the client, {made} to the engine")
     for number in numbers:
         completions = read_session(journal(running.folder, number)).completions
         if any(completion.mode != mode for completion in completions[1:]):
