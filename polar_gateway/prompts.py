@@ -53,8 +53,8 @@ class Added(NamedTuple):
     finding: str = ""
     answer: Ids | None = None
     """The answer that is continued, as the engine renders it, where that can be told."""
-    length: int | None = None
-    """Of the whole request's rendering."""
+    followed: Rendering | None = None
+    """The whole request, as the engine renders it."""
 
 
 REWRITTEN = Added(None, "the template leaves out what it had rendered", HISTORY_REWRITTEN)
@@ -129,12 +129,16 @@ class Prompter:
         added = await self._added(request, record.previous_messages, previous, engine, probe)
         if added.ids is None:
             return _with_messages(request, added.why_not, added.finding)
-        record.canonical_length = added.length
+        rendering = b""
+        if added.followed is not None:
+            record.canonical_length, rendering = len(added.followed), added.followed.text
         if added.answer is not None:
             record.rendered(added.answer)
         context = previous.prompt_ids + previous.sampled_ids[: record.continued_tokens]
         return Composition(
-            msgspec.structs.replace(request, prompt_ids=composed(context, added.ids)),
+            msgspec.structs.replace(
+                request, prompt_ids=composed(context, added.ids), rendering=rendering
+            ),
             "tokens",
             findings=[added.finding] if added.finding else [],
         )
@@ -159,7 +163,7 @@ class Prompter:
             ids = await _added_past_markup(request, known, closed, followed, closing, engine, probe)
         if ids is not None:
             answer = _rendered_answer(previous, closed, closing)
-            return _added(ids, probe)._replace(answer=answer, length=len(followed))
+            return _added(ids, probe)._replace(answer=answer, followed=followed)
         if self._history == "template":
             return REWRITTEN
         added = await _added_to_small(request, known, engine, probe)

@@ -50,6 +50,9 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     prompt_ids: Ids | None = None
     """What the engine is sent as the prompt in place of a rendering of the messages, which then
     serve its parsers alone; None: it renders the messages."""
+    rendering: bytes = b""
+    """What the engine itself renders the messages to, as JSON, where that is at hand: it mostly
+    spells `prompt_ids`, which then need not be spelled again."""
 
 
 class Usage(msgspec.Struct, kw_only=True):

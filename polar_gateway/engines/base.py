@@ -189,6 +189,11 @@ class Rendering(Protocol):
     """The ids of a rendered conversation, compared and cut without a copy of all of them."""
 
     @property
+    def text(self) -> bytes:
+        """The JSON array of them."""
+        ...
+
+    @property
     def ids(self) -> Ids: ...
 
     def __len__(self) -> int: ...
@@ -261,6 +266,10 @@ class Engine(Protocol):
         """Name the weights from now on, after loading those in the folder `weights_path`, which
         the engine itself reads, where it is given; None: they have been put in place already.
         Cached prefixes of the earlier weights are dropped."""
+        ...
+
+    async def weight_version(self) -> str | None:
+        """What it calls its weights now. Only where `controls` have `update`."""
         ...
 
     async def aclose(self) -> None: ...

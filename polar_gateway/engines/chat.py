@@ -17,7 +17,7 @@ from polar_gateway.dialects.turn import ModelRequest
 from polar_gateway.engines.answers import Assembly, Piece, whole_reply
 from polar_gateway.engines.base import EngineError, EngineReply, EngineStream
 from polar_gateway.engines.chat_api import CHAT, ChatApi
-from polar_gateway.engines.id_cache import IdCache, PromptReader, spelling
+from polar_gateway.engines.id_cache import IdCache, PromptReader
 from polar_gateway.engines.refusals import is_uncounted, overflow, room_of
 from polar_gateway.engines.streams import AnswerStream
 from polar_gateway.engines.tokens import LOST_IN_STREAMS
@@ -133,8 +133,8 @@ class ChatEngine(ABC):
         ids = request.prompt_ids
         if ids is None:
             return PromptReader(self._cache, request_id, after), None
-        sent = spelling(ids)
-        return PromptReader(self._cache, request_id, after, ids, sent), sent
+        reader = PromptReader(self._cache, request_id, after, ids, request.rendering)
+        return reader, reader.sent_text
 
     async def _fitted(self, request: ModelRequest, error: EngineError) -> ModelRequest:
         """The request with as much output as there is room for, if asking for more was all that

@@ -69,31 +69,35 @@ class PromptReader:
         completion_id: str,
         after: TokenNode | None,
         sent: Ids | None = None,
-        sent_text: bytes = b"",
+        rendering: bytes = b"",
     ) -> None:
-        """`after` is the call that this one probably extends; `sent` is what the engine was told
-        to take for the prompt, and `sent_text` how that was spelled."""
+        """`after` is the call that this one probably extends; `sent` is what the engine is told to
+        take for the prompt, and `rendering` a text that probably spells it."""
         self.ids: Ids | None = None
         """Those sent themselves where the engine says that it has read just them."""
         self._cache = cache
         self._completion_id = completion_id
         self._after = after
         self._sent = sent
-        self._sent_text = sent_text
         self._text = b""
         self._hash = blake2b(digest_size=16)
         self._hashed = 0
+        self.sent_text = b""
+        """How what is sent is spelled."""
+        if sent is not None:
+            self.sent_text = rendering if self._spells(rendering, sent) else spelling(sent)
 
     def read(self, raw: msgspec.Raw) -> None:
         """`raw` is empty or null where the engine does not say them. Raises EngineError."""
         text = bytes(raw)
         if not text or text == b"null":
             return
-        if self._sent is not None and text == self._sent_text:
-            self.ids = self._sent
-            return
         try:
-            self.ids = self._decoded(text)
+            if self._sent is not None and text == self.sent_text:
+                self.ids = self._sent
+            else:
+                self._begin_anew()
+                self.ids = self._decoded(text)
         except msgspec.DecodeError as error:
             raise unreadable(error, text) from error
         self._text = text
@@ -111,6 +115,29 @@ class PromptReader:
         if rest != b"]":
             ids += decoded_ids(b"[" + rest[1:])
         return ids
+
+    def _spells(self, text: bytes, ids: Ids) -> bool:
+        """Whether the text is the JSON array of the ids; False also where only decoding all of it
+        would tell."""
+        after = self._after
+        earlier = None if after is None else self._cache.get(after.completion_id)
+        if after is None or earlier is None or len(text) <= earlier.length:
+            return False
+        self._digest(text, earlier.length)
+        rest, known = text[earlier.length :], after.prompt_length + len(after.sampled_ids)
+        if (
+            self._hash.digest() == earlier.digest
+            and rest[:1] == b","
+            and ids[:known] == after.context_ids
+            and decoded_ids(b"[" + rest[1:]) == ids[known:]
+        ):
+            return True
+        self._begin_anew()
+        return False
+
+    def _begin_anew(self) -> None:
+        self._hash = blake2b(digest_size=16)
+        self._hashed = 0
 
     def remember(self, sampled: Ids) -> None:
         """Let the next turn's prompt be read as what it adds to this one and its answer."""

@@ -11,7 +11,7 @@ import msgspec
 
 from builders.records import Ids
 from polar_gateway.engines.base import Rendering
-from polar_gateway.engines.id_cache import decoded_ids, spelling
+from polar_gateway.engines.id_cache import decoded_ids
 from polar_gateway.engines.refusals import unreadable
 
 
@@ -33,7 +33,7 @@ class JsonRendering:
         return _read(b"[" + self.text[max(start, 1) :].removeprefix(b",")) if count else array("i")
 
     def after(self, earlier: Rendering, *, less: int = 0) -> Ids | None:
-        text = earlier.text if isinstance(earlier, JsonRendering) else spelling(earlier.ids)
+        text = earlier.text
         end = _end_without(text, less)
         if not self.text.startswith(text[:end]):
             return None

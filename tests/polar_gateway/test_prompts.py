@@ -21,6 +21,7 @@ from polar_gateway.dialects.turn import (
     Usage,
 )
 from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply
+from polar_gateway.engines.id_cache import spelling
 from polar_gateway.prompts import Prompter, unable
 from polar_gateway.protocol import Prompting
 from polar_gateway.testing.tokenizer import TINY_MODEL, ChatTokenizer, RenderError
@@ -37,6 +38,7 @@ MORE_TEXT = f"<|im_start|>user\nAnd then?<|im_end|>\n{NEXT}"
 class Rendered:
     def __init__(self, ids: list[int]) -> None:
         self.ids: Ids = array("i", ids)
+        self.text = spelling(self.ids)
 
     def __len__(self) -> int:
         return len(self.ids)

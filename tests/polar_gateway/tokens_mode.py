@@ -113,7 +113,8 @@ class Talk:
         first, *others = self.completions
         ids = first.prompt_ids
         for each in others:
-            assert each.previous is not None and each.previous.canonical_ids is not None
+            assert each.previous is not None
+            assert each.previous.canonical_ids is not None
             ids = ids + each.previous.canonical_ids
             ids += each.prompt_ids[len(each.previous.context_ids) :]
         return ids.tolist()

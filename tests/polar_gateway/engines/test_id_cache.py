@@ -99,10 +99,45 @@ def test_what_the_engine_does_not_say_is_not_there() -> None:
 @pytest.mark.parametrize("echo", [b"[4,5,6]", b"[4,5,7]", b"[4, 5, 6]"])
 def test_an_echo_of_what_was_sent_is_what_was_sent(echo: bytes) -> None:
     sent = array("i", [4, 5, 6])
-    reader = PromptReader(IdCache(), "one", None, sent=sent, sent_text=b"[4,5,6]")
+    reader = PromptReader(IdCache(), "one", None, sent=sent)
     reader.read(msgspec.Raw(echo))
     assert (reader.ids is sent) == (echo == b"[4,5,6]")
     assert reader.ids == array("i", json.loads(echo))
+
+
+@pytest.mark.parametrize(
+    ("rendering", "taken"),
+    [
+        (b"[1,1,2,5]", True),
+        (b"[1,1,2]", False),
+        (b"[1,1,3,5]", False),
+        (b"[1,1,2,6]", False),
+        (b"[1,1,25]", False),
+        (b"[1,1", False),
+        (b"", False),
+    ],
+)
+def test_a_rendering_spells_what_is_sent_where_it_is_known_to(
+    rendering: bytes, taken: bool
+) -> None:
+    cache = IdCache()
+    remembered(cache, b"[1,1]", [2])
+    sent = array("i", [1, 1, 2, 5])
+    reader = PromptReader(cache, "two", call([1, 1], [2]), sent, rendering)
+    assert reader.sent_text == b"[1,1,2,5]"
+    assert (reader.sent_text is rendering) == taken
+    reader.read(msgspec.Raw(b"[1,1,2,5]"))
+    assert reader.ids is sent
+    reader.remember(array("i", [7]))
+    third = PromptReader(
+        cache,
+        "three",
+        call([1, 1, 2, 5], [7], "two"),
+        array("i", [1, 1, 2, 5, 7, 8]),
+        b"[1,1,2,5,7,8]",
+    )
+    third.read(msgspec.Raw(b"[1,1,2,5,7,9]"))
+    assert third.ids == array("i", [1, 1, 2, 5, 7, 9]), "what was read is what counts"
 
 
 def test_the_oldest_contexts_make_room() -> None:
