@@ -28,9 +28,10 @@ Beginning = (
     ]
     | Refusal
 )
-"""Why a completion began a trace: each does (per_request); it continued nothing; or only what is not trained on; or more of
-an answer than is trained on; what kept it from joining; that it was to be kept apart (drift); that
-another line went on in the trace that it continues; or that the merged trace grew too long."""
+"""Why a completion began a trace: each does (per_request); it continued nothing; or only what is not
+trained on; or more of an answer than is trained on; what kept it from joining; that it was to be
+kept apart (drift); that another line went on in the trace that it continues; or that the merged
+trace grew too long."""
 
 
 class Previous(NamedTuple):

@@ -213,11 +213,6 @@ class Completion(TokenNode, kw_only=True, eq=False):
             node = node.parent
         return [message for piece in reversed(pieces) for message in piece]
 
-    @property
-    def thread(self) -> list[dict[str, Any]]:
-        """The request's messages followed by the answer."""
-        return [*self.messages, self.response_message]
-
 
 class CompletionSession(msgspec.Struct, kw_only=True):
     """All completions of one harness session, in order of arrival."""

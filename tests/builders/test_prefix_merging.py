@@ -303,9 +303,9 @@ def test_nothing_is_built_of_nothing() -> None:
 def test_the_completions_are_left_as_they_were() -> None:
     world = World()
     play(world, ["turn", "truncated", "fork", "turn"])
-    before = [(c.prompt_ids, c.sampled_ids[:], c.thread) for c in world.completions]
+    before = [(c.prompt_ids, c.sampled_ids[:], c.messages) for c in world.completions]
     build(world.session())
-    assert [(c.prompt_ids, c.sampled_ids, c.thread) for c in world.completions] == before
+    assert [(c.prompt_ids, c.sampled_ids, c.messages) for c in world.completions] == before
 
 
 def test_of_a_half_delivered_answer_what_was_continued_is_trained_and_the_rest_left_out() -> None:

@@ -31,13 +31,12 @@ def test_a_prompt_stored_as_a_difference_expands_to_what_was_sent() -> None:
     last = chained(3)[-1]
     assert last.prompt_ids.tolist() == [0, 1000, 1, 1001, 2]
     assert last.prompt_length == 5
-    assert [message["content"] for message in last.thread] == [
+    assert [message["content"] for message in last.messages] == [
         "0",
         "answer 0",
         "1",
         "answer 1",
         "2",
-        "answer 2",
     ]
 
 

@@ -403,7 +403,10 @@ class World:
         if self.flat or not self.completions:
             return {"tail": prompt, "messages_tail": messages}
         parent = max(self.completions, key=lambda c: _common(c.context_ids, prompt))
-        shared, known = _common(parent.context_ids, prompt), _common(parent.thread, messages)
+        shared, known = (
+            _common(parent.context_ids, prompt),
+            _common([*parent.messages, parent.response_message], messages),
+        )
         return {
             "parent": parent,
             "shared": shared,

@@ -53,7 +53,11 @@ def chat(
         if calls:
             *_, last = calls
             prompt = [*last.prompt_ids, *rendered(last.sampled_ids.tolist()), START, 30 + index]
-            messages = [*last.thread, {"role": "user", "content": f"result {index}"}]
+            messages = [
+                *last.messages,
+                last.response_message,
+                {"role": "user", "content": f"result {index}"},
+            ]
             changes |= {"previous": last, "attached": "exact", "messages_tail": messages}
         else:
             prompt = [START, 10]

@@ -171,7 +171,7 @@ def test_restoring_is_stable_over_a_whole_conversation(capture: SessionCapture) 
         sent = [*sent, echo(done[-1]), result(f"c{turn}")]
     for earlier, later in itertools.pairwise(done):
         assert parent_of(later) == earlier.completion_id
-        assert later.messages[:-1] == earlier.thread
+        assert later.messages[:-1] == [*earlier.messages, earlier.response_message]
         assert later.messages[-2] == earlier.response_message
 
 
@@ -303,7 +303,8 @@ def test_an_answer_is_found_under_another_head_by_its_reference_or_its_call_id(
     session = Session(capture)
     first = session.answer(asked(GO), Reasoning(text="a"), bash("c1"))
     second = session.answer(asked([*GO, echo(first), result("c1")]), *thought("b", said="One."))
-    third = session.answer(asked([*second.thread, user("?")]), *thought("c", said="Two."))
+    sent = [*second.messages, second.response_message, user("?")]
+    third = session.answer(asked(sent), *thought("c", said="Two."))
     tail = [echo(first), result("c1"), echo(second), user("?"), echo(third), user("!")]
     after_compaction = asked([user("Summary."), *tail])
     restored = capture.restored(after_compaction)
