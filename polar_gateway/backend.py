@@ -4,6 +4,7 @@ A paused backend admits no call: calls wait at its gate, and what the engine abo
 to be gone on with. Orders reach the engine one after the other.
 """
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,11 @@ import anyio
 import msgspec
 
 from polar_gateway.engines.base import Engine, EngineError, EngineProbe, PauseMode
+from polar_gateway.engines.refusals import unready
 from polar_gateway.policy_versions import Weights, named
 
+SILENCE_SECONDS = 2.0
+"""Shorter than an engine takes to start."""
 ABORT_SECONDS = 2.0
 """How long what an engine has aborted may take to arrive."""
 
@@ -88,6 +92,8 @@ class Backend:
         """The calls in flight of which nothing was heard yet."""
         self.used = 0
         """When it was last used, on a clock that counts uses."""
+        self._heard = time.monotonic()
+        """When it last showed that it is the engine that was given its weights."""
         self._changed = anyio.Event()
         self._ordering = anyio.Lock()
 
@@ -113,6 +119,26 @@ class Backend:
         """Return when no call is in flight, or when it was opened meanwhile."""
         while self.in_flight and self.pause_mode is not None:
             await self.changed()
+
+    def heard(self) -> None:
+        """It has answered a call."""
+        self._heard = time.monotonic()
+
+    async def confirm(self) -> None:
+        """Before a call: see that it has the weights that it was given, after a failure or a silence
+        in which it may have been started anew. Raises EngineError where it has others."""
+        weights = self.weights
+        if weights.in_doubt or not weights.told or "update" not in self.probe.controls:
+            return
+        if self.healthy and time.monotonic() - self._heard < SILENCE_SECONDS:
+            return
+        version = await self.engine.weight_version()
+        if version == weights.version:
+            self.heard()
+        elif weights == self.weights:
+            self.weights = weights.mistaken()
+            said = f"its weights are {version!r}, not {weights.version!r}, as after a restart"
+            raise unready(f"{said}; update it")
 
     # Orders
 

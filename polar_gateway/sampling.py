@@ -68,7 +68,6 @@ class OpenLeg:
     def __init__(self, backend: Backend, partial: EngineReply | None) -> None:
         self._backend = backend
         self._before = backend.weights
-        self._suspected = not backend.healthy
         self._start = self._sure = 0 if partial is None else len(partial.sampled_ids)
 
     def has_brought(self, tokens: int) -> None:
@@ -78,12 +77,7 @@ class OpenLeg:
 
     def until(self, end: int, said: Sequence[VersionSpan] = ()) -> Leg:
         """Up to that token of the answer. `said` is what the engine says of the versions."""
-        before, after = self._before, self._backend.weights
-        cleared = self._backend.healthy and after.changes == before.changes
-        if self._suspected and not cleared and before.version is not None:
-            # What failed may have been started anew, and then it has forgotten its weights.
-            before = before.doubted()
-        return Leg(self._start, end, before, after, self._sure, said)
+        return Leg(self._start, end, self._before, self._backend.weights, self._sure, said)
 
 
 class Stamped:
@@ -245,6 +239,7 @@ class Sampler:
         """What one call of the engine brings, up to the end of the answer."""
         backend, engine = call.backend, call.backend.engine
         request = await self._prompted(backend)
+        await backend.confirm()
         request_id, after = self._record.completion_id, self._record.after
         self._record.backend = backend.name
         self._leg_now = OpenLeg(backend, self._partial)
@@ -267,6 +262,7 @@ class Sampler:
             reply = await engine.complete(request, request_id, after)
             if self._misread(reply.prompt_ids):
                 return await self._leg(call)
+        backend.heard()
         return self._stamped(reply)
 
     async def _prompted(self, backend: Backend) -> ModelRequest:

@@ -95,6 +95,9 @@ class OpenAI(ChatEngine):
     async def unpause(self) -> None:
         raise _unable("resume")
 
+    async def weight_version(self) -> str | None:
+        raise _unable("name its weights")
+
     async def update(self, policy_version: str, weights_path: str | None) -> None:
         raise _unable("change its weights")
 

@@ -112,6 +112,11 @@ def unreachable(error: Exception) -> EngineError:
     return EngineError(kind, infra=True, detail=said, message=message, again=True)
 
 
+def unready(why: str) -> EngineError:
+    kind = ErrorKind(status=503, code="overloaded", message="the engine is not ready")
+    return EngineError(kind, infra=True, message=f"{kind.message}: {why}", again=True)
+
+
 def broke_off(what: str) -> EngineError:
     kind = ErrorKind(status=500, code="internal", message="the engine broke off")
     return EngineError(kind, infra=True, message=f"{kind.message}: {what}", again=True)

@@ -157,6 +157,9 @@ class Sglang(ChatEngine):
     async def unpause(self) -> None:
         await self.api.order("/continue_generation")
 
+    async def weight_version(self) -> str | None:
+        return await self.api.weight_version()
+
     async def update(self, policy_version: str, weights_path: str | None) -> None:
         """Nothing in flight is aborted, which is what SGLang does if it is not told otherwise."""
         if weights_path is None:

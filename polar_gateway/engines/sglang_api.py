@@ -20,6 +20,10 @@ class ServerInfo(msgspec.Struct):
     enable_return_routed_experts: bool = False
 
 
+class _ModelInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
 class Separated(msgspec.Struct):
     reasoning_text: str | None = None
     text: str | None = None
@@ -140,6 +144,10 @@ class SglangApi(ChatApi):
         if told is None or not told.content or not told.content[0].top_logprobs:
             return None
         return told.content[0].top_logprobs[0].logprob
+
+    async def weight_version(self) -> str | None:
+        info = await self.http.get("/get_model_info", msgspec.json.Decoder(_ModelInfo))
+        return info.weight_version
 
     async def order(self, path: str, **said: Any) -> None:
         """Answers when it is carried out."""

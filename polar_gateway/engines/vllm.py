@@ -176,6 +176,9 @@ class Vllm(ChatEngine):
     async def unpause(self) -> None:
         await self.api.order("/resume")
 
+    async def weight_version(self) -> str | None:
+        return await self.api.weight_version()
+
     async def update(self, policy_version: str, weights_path: str | None) -> None:
         if weights_path is not None:
             loading = {"weights_path": weights_path}

@@ -21,6 +21,10 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
 class Tokenized(msgspec.Struct):
     count: int
     tokens: msgspec.Raw
@@ -133,6 +137,10 @@ class VllmApi(ChatApi):
         info = await self.http.get(path, msgspec.json.Decoder(_ServerInfo))
         moved = info.vllm_config.kv_transfer_config
         return moved is not None and moved.kv_connector is not None
+
+    async def weight_version(self) -> str | None:
+        info = await self.http.get("/weight_info", msgspec.json.Decoder(_WeightInfo))
+        return info.weight_version
 
     async def order(self, path: str, **said: Any) -> None:
         """One of the orders that are there in development mode; answers when it is carried out."""

@@ -371,6 +371,7 @@ class _Probe:
             found.controls += ["pause", "abort"]
         if await self._has("/collective_rpc", "/reset_prefix_cache", "/update_weight_version"):
             found.controls.append("update")
+            found.weight_version = found.weight_version or await self._api.weight_version()
         if not found.controls:
             found.notes.append(
                 "it takes no orders to pause or to change its weights; VLLM_SERVER_DEV_MODE=1 "

@@ -87,6 +87,10 @@ class ObedientEngine:
     async def update(self, policy_version: str, weights_path: str | None) -> None:
         await self._obey("update", policy_version, weights_path)
 
+    async def weight_version(self) -> str | None:
+        await self._obey("weight_version")
+        return self.found.weight_version
+
     async def aclose(self) -> None:
         self.closed = True
 

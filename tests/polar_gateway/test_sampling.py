@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from builders.records import Completion
-from polar_gateway.backend import Backend, WeightUpdate
+from polar_gateway.backend import SILENCE_SECONDS, Backend, WeightUpdate
 from polar_gateway.backends import BackendRefusedError
 from polar_gateway.capture.journal import Appended, read_journal
 from polar_gateway.capture.reading import ledger_of, read_session
@@ -481,8 +481,25 @@ async def test_weights_that_were_put_in_place_before_anybody_said_so_mix_up_no_n
         assert_stamped_truly(b, one)
 
 
+async def test_an_engine_that_was_started_anew_in_silence_gives_its_tokens_no_name(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, SCRIPT, probed=True) as b:
+        backend = b.backends.first
+        await b.backends.update(FIRST)
+        await b.ask("/v1/chat/completions", b.chat())
+        b.engine.load_weights(None)
+        b.engine.name_weights("default")
+        backend._heard -= SILENCE_SECONDS
+        status, _ = await b.ask("/v1/chat/completions", b.chat("and hi"))
+        assert status == 200
+        one, two = b.completions
+        assert (one.policy_version, one.versions) == ("v1", [])
+        assert spans(two) == [(None, 0, len(two.sampled_ids))]
+        assert "as after a restart" in backend.failure
+
+
 async def test_an_engine_that_was_started_anew_gives_its_tokens_no_name(tmp_path: Path) -> None:
-    """Until it was looked at, and found to have the weights that it had."""
     async with bench(tmp_path, SCRIPT, probed=True, engine_patience_seconds=10) as b:
         await b.backends.update(FIRST)
         await b.engine.die()
@@ -498,14 +515,9 @@ async def test_an_engine_that_was_started_anew_gives_its_tokens_no_name(tmp_path
 
 async def test_a_failure_that_was_no_restart_costs_no_name(tmp_path: Path) -> None:
     async with bench(tmp_path, SCRIPT, probed=True) as b:
-        backend = b.backends.first
         await b.backends.update(FIRST)
-        b.engine.hold(after=12)
-        b.backends.suspect(backend, "it was slow")
-        async with b.asking("/v1/chat/completions", b.chat()):
-            await has_said(b, 12)
-            backend.healthy = True  # it was looked at
-            b.engine.release()
+        b.backends.suspect(b.backends.first, "it was slow")
+        await b.ask("/v1/chat/completions", b.chat())
         [one] = b.completions
         assert (one.policy_version, one.versions) == ("v1", [])
 
