@@ -226,7 +226,7 @@ class Proxy:
         if earlier is not None:
             await self._join(session, earlier, exchange, dialect, request)
             return
-        request = session.capture.restored(request)
+        request = session.capture.restored(request, headers)
         lease = self._lease(session)
         request = with_overrides(request, session.sampling, lease.backend.probe.max_model_len)
         request = made_explicit(request)

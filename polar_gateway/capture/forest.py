@@ -107,6 +107,10 @@ class Said:
             answer.delivered or answer.continued for answer in self.answers
         )
 
+    def was_said_in(self, chain: Mapping[str, str]) -> bool:
+        """Whether it may be an answer of this conversation, or is none."""
+        return not chain or not self.answers or any(each.chain == chain for each in self.answers)
+
     def may_be_of(self, reference: str | None) -> bool:
         """Whether this is no answer of another call than the one referred to."""
         return (
@@ -147,6 +151,7 @@ class _Sent(NamedTuple):
     reference: str | None
     following: dict[str, Any] | None
     tools: list[dict[str, Any]] | None
+    chain: Mapping[str, str]
 
 
 class _Recalled(NamedTuple):
@@ -231,8 +236,11 @@ class Forest:
 
     # a request comes
 
-    def restored(self, request: ModelRequest) -> tuple[ModelRequest, Walk]:
-        """The request with recorded answers in place of their echoes. Raises CaptureError."""
+    def restored(
+        self, request: ModelRequest, chain: Mapping[str, str]
+    ) -> tuple[ModelRequest, Walk]:
+        """The request with recorded answers in place of their echoes; `chain` names its
+        conversation. Raises CaptureError."""
         sent = request.messages
         walk = Walk([])
         notes: list[str] = []
@@ -244,9 +252,13 @@ class Forest:
                 reference = request.answers.get(index)
                 found = None if said is None else said.child(digest)
                 call_ids = []
-                if found is None or not (found.received and found.may_be_of(reference)):
+                if (
+                    found is None
+                    or not (found.received and found.may_be_of(reference))
+                    or not found.was_said_in(chain)
+                ):
                     following = sent[index + 1] if index + 1 < len(sent) else None
-                    echo = _Sent(message, digest, reference, following, request.tools)
+                    echo = _Sent(message, digest, reference, following, request.tools, chain)
                     recalled = self._recall(said, echo)
                     if recalled is not None:
                         found, message = recalled.said, recalled.message
@@ -354,7 +366,11 @@ class Forest:
         here = [] if before is None else [each for each in before.children if each.answers]
         for said in here:
             known = said.echo
-            if known and (known.digest, known.reference) == (echo.digest, echo.reference):
+            if (
+                known
+                and (known.digest, known.reference) == (echo.digest, echo.reference)
+                and said.was_said_in(echo.chain)
+            ):
                 return _Recalled(said, self._words(said), known.restoration)
         in_place = {id(each.answers): each for each in here}
         suspects = list(
@@ -366,8 +382,10 @@ class Forest:
         near = self._alike(echo, [each for each in suspects if each in places])
         far = self._alike(echo, [each for each in suspects if each not in places])
         delivered = [each for each in near if _latest(each).delivered]
+        own = [each for each in delivered if each.was_said_in(echo.chain)]
         return (
-            self._chosen(echo, delivered, in_place=True)
+            self._chosen(echo, own, in_place=True)
+            or self._chosen(echo, delivered, in_place=True)
             or self._half(before, echo, near)
             or self._chosen(echo, near, in_place=True)
             or self._chosen(echo, far, in_place=False)

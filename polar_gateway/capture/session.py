@@ -91,12 +91,14 @@ class SessionCapture:
             self._journal.close()  # nobody else will, as there is no session
             raise
 
-    def restored(self, request: ModelRequest) -> ModelRequest:
+    def restored(
+        self, request: ModelRequest, headers: Mapping[str, str] | None = None
+    ) -> ModelRequest:
         """The request as the engine shall be sent it: assistant messages that mean the same as
         recorded answers of this session are those answers again, in the model's own spelling and
         with their reasoning. Equal to `request` where nothing had changed on the way; else its
-        notes say what came back."""
-        restored, self._walk = self._forest.restored(request)
+        notes say what came back. `headers` are the call's own, see `open`."""
+        restored, self._walk = self._forest.restored(request, _chain(headers or {}))
         return restored
 
     def open(
@@ -109,7 +111,7 @@ class SessionCapture:
         kind: str = "turn",
     ) -> "OpenCall":
         """Journal that a call is about to be made, exactly as the engine will be sent it."""
-        chain = {name: headers[name] for name in CHAIN_HEADERS if name in headers}
+        chain = _chain(headers)
         walk, self._walk = self._walk, None
         if walk is None or walk.messages is not request.messages:
             walk = Walk(request.messages)
@@ -462,6 +464,10 @@ class OpenCall:
         )
         self._tokens.finish(reply, record)
         return record
+
+
+def _chain(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in CHAIN_HEADERS if name in headers}
 
 
 def _asked(request: ModelRequest) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class CapturedWorld:
             request.answers = {
                 mark.messages - 1: mark.answer.completion_id for mark in thread.marks
             }
-        request = self.capture.restored(request)
+        request = self.capture.restored(request, dict(thread.headers))
         record = self.capture.open(
             request,
             completion_id=name,

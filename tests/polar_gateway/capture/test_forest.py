@@ -63,16 +63,17 @@ class Session:
         self.capture = capture
         self._ids = itertools.count()
 
-    def open(self, request: ModelRequest) -> OpenCall:
+    def open(self, request: ModelRequest, thread: str = "") -> OpenCall:
+        headers = {"thread-id": thread} if thread else {}
         return self.capture.open(
-            self.capture.restored(request),
+            self.capture.restored(request, headers),
             completion_id=f"msg_{next(self._ids):012x}",
             dialect="chat",
-            headers={},
+            headers=headers,
         )
 
-    def answer(self, request: ModelRequest, *blocks: Block) -> Completion:
-        return closed(self.capture, self.open(request), reply(*blocks))
+    def answer(self, request: ModelRequest, *blocks: Block, thread: str = "") -> Completion:
+        return closed(self.capture, self.open(request, thread), reply(*blocks))
 
 
 def reply(*blocks: Block) -> EngineReply:
@@ -271,6 +272,34 @@ def test_an_echo_that_was_told_by_its_reference_is_ambiguous_without_it(
         assert restored.messages[1] == answer.response_message
         assert restored.notes == ["reasoning restored"]
     assert capture.restored(asked(sent)).notes == ["reasoning restored", "ambiguous echo"]
+
+
+def test_of_two_answers_that_an_echo_may_be_of_the_one_of_its_own_conversation_counts(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    plain = session.answer(asked(GO), Text(text="Done."), thread="one")
+    thinking = session.answer(asked(GO), *thought("Hm.", said="Done."), thread="two")
+    on = asked([*GO, echo(plain), user("more")])
+    for thread, answer, level in (
+        ("two", thinking, "reasoning_restored"),
+        ("one", plain, "exact"),
+        ("two", thinking, "reasoning_restored"),
+    ):
+        call = session.open(on, thread)
+        assert call.previous is not None
+        assert (call.previous.completion_id, call.attached) == (answer.completion_id, level)
+        assert not call.ambiguous
+
+
+def test_a_conversation_that_begins_with_anothers_answer_continues_that(
+    capture: SessionCapture,
+) -> None:
+    session = Session(capture)
+    first = session.answer(asked(GO), *thought("a"), thread="one")
+    call = session.open(asked([*GO, echo(first), user("more")]), "two")
+    assert call.previous is not None
+    assert call.previous.completion_id == first.completion_id
 
 
 def test_an_ambiguous_echo_stays_with_the_answer_that_it_was_taken_for(
