@@ -13,7 +13,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip: int = 0
     """How many calls it lets pass first."""
     match: str = ""
-    """Regular expression: only calls whose request, as JSON, has it are spoiled or let pass."""
+    """Regular expression: only calls whose request, as JSON, has it are spoiled or let pass; or
+    whose prompt has it, as text, where that is sent as ids."""
     status: int | None = None
     """Answer with this status and an error document."""
     message: str = "scripted fault"

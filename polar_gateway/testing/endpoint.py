@@ -51,7 +51,7 @@ class SamplingEndpoint:
             tasks.cancel_scope.cancel()
 
     async def _answer(self, request: Request, raw: bytes, send: Send) -> None:
-        server, fault = self._server, self._server.next_fault(raw.decode("utf-8", "replace"))
+        server, fault = self._server, self._server.next_fault(raw)
         name = request.headers.get("x-request-id") or secrets.token_hex(8)
         call = Call(
             request_id=f"{self._prefix}{name}", path=request.url.path, received_at=time.time()

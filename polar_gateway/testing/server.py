@@ -46,6 +46,18 @@ class Wanted(NamedTuple):
     """The tokens that are allowed, if not all."""
 
 
+class _TransferParams(msgspec.Struct):
+    prompt_token_ids: list[int] = []
+
+
+class _Prompted(msgspec.Struct):
+    """The places in which a request of any protocol may hold its prompt as ids."""
+
+    kv_transfer_params: _TransferParams = msgspec.field(default_factory=_TransferParams)
+    token_ids: list[int] = []
+    input_ids: list[int] = []
+
+
 class ScriptedServer:
     """A server, and the context manager that runs it on a port."""
 
@@ -205,10 +217,11 @@ class ScriptedServer:
     def script(self) -> Script:
         return self._script.current() if isinstance(self._script, ScriptFile) else self._script
 
-    def next_fault(self, request: str) -> Fault:
+    def next_fault(self, request: bytes) -> Fault:
         """The fault of the call that begins now, which counts as used."""
+        said = self._said(request) if any(fault.match for fault in self.faults) else ""
         for fault in self.faults:
-            if fault.match and not re.search(fault.match, request):
+            if fault.match and not re.search(fault.match, said):
                 continue
             if fault.skip > 0:
                 fault.skip -= 1
@@ -217,6 +230,16 @@ class ScriptedServer:
                 fault.times -= 1
                 return fault
         return Fault()
+
+    def _said(self, request: bytes) -> str:
+        """A request as text, with the prompt's where that is sent as ids."""
+        text = request.decode("utf-8", "replace")
+        try:
+            body = msgspec.json.decode(request, type=_Prompted)
+        except msgspec.DecodeError:
+            return text
+        ids = body.kv_transfer_params.prompt_token_ids or body.token_ids or body.input_ids
+        return text + self.tokenizer.decode([id for id in ids if id < self.tokenizer.size])
 
     def set_faults(self, document: bytes) -> int:
         """Raises msgspec.DecodeError."""

@@ -356,6 +356,9 @@ async def test_a_fault_may_be_for_certain_calls_alone(client: Client) -> None:
     await client.whole()
     await client.refused(503, messages=[{"role": "user", "content": "A title, please."}])
     await client.whole(messages=[{"role": "user", "content": "A title, please."}])
+    client.engine.faults = [Fault(status=503, match="title")]
+    ids = client.engine.tokenizer.encode("<|im_start|>user\nA title, please.<|im_end|>\n")
+    await client.refused(503, kv_transfer_params={"prompt_token_ids": ids})
 
 
 async def test_an_engine_may_die_and_come_back_at_its_address() -> None:
