@@ -15,7 +15,7 @@ from polar_gateway.protocol import SessionResult
 from polar_gateway.testing.engine import Call, Fault, ScriptedEngine
 from polar_gateway.testing.script import Line, Rule, Script, ScriptedCall, Spelling, Step
 from tests.live.wire import GATEWAY_HOST, Cut, Wire, wire
-from tests.polar_gateway.gateway import gateway
+from tests.polar_gateway.gateway import gateway, turns
 from tests.requirements import require
 
 
@@ -156,7 +156,6 @@ async def live(
         ) as node,
     ):
         engine.faults = list(faults)
-        probes = len(engine.calls)
         result = await node.run(
             within=within + 30,
             instruction=instruction,
@@ -169,7 +168,7 @@ async def live(
         return Ran(
             result=result,
             completions=read_session(attempt / "session.journal").completions,
-            calls=list(engine.calls)[probes:],
+            calls=turns(engine),
             wire=between,
             workdir=workdir,
             stdout=(attempt / "artifacts" / "agent.stdout.log").read_text(errors="replace"),

@@ -37,7 +37,7 @@ async def test_two_500s_are_not_heard_by_the_harness(tmp_path: Path, harness: st
         harness,
         planting(harness),
         instruction="Plant beans.",
-        faults=[Fault(skip=1, times=2, status=500)],
+        faults=[Fault(match="Plant beans", skip=1, times=2, status=500)],
     )
     assert [call.status for call in ran.calls] == [200, 500, 500, 200, 200]
     assert_done(ran, requests=3)
@@ -52,7 +52,10 @@ async def test_errors_that_last_are_told_in_the_form_in_which_the_harness_backs_
         harness,
         planting(harness),
         instruction="Plant beans.",
-        faults=[Fault(skip=1, status=503), Fault(status=500)],
+        faults=[
+            Fault(match="Plant beans", skip=1, status=503),
+            Fault(match="Plant beans", status=500),
+        ],
         model_calls=ModelCallConfig(engine_patience_seconds=0),
     )
     assert [call.status for call in ran.calls] == [200, 503, 500, 200, 200]

@@ -1,5 +1,6 @@
 """Each CLI runs the two calls of one turn and answers both in the next."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ async def test_two_calls_of_one_turn_are_both_run_and_answered_in_their_order(
     first, second = ran.calls
     assert first.message is not None
     assert len(first.message["tool_calls"]) == 2
-    told = [m["content"] for m in second.request["messages"] if m["role"] == "tool"]
+    told = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", second.prompt, re.DOTALL)
     assert [("LEFT-ROW" in text, "RIGHT-ROW" in text) for text in told] == [
         (True, False),
         (False, True),
