@@ -29,7 +29,8 @@ class Exchange(NamedTuple):
 class Recorder:
     def __init__(self, engine_url: str) -> None:
         self.url = ""
-        self.exchanges: list[Exchange] = []
+        self.turns: list[Exchange] = []
+        """What harnesses asked, without the gateway's own start-up questions."""
         self._stack = AsyncExitStack()
         self._http = httpx2.AsyncClient(base_url=engine_url, timeout=120)
         self._app = Starlette(
@@ -49,11 +50,6 @@ class Recorder:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    @property
-    def turns(self) -> list[Exchange]:
-        """What harnesses asked; the gateway's own start-up questions are shorter."""
-        return [e for e in self.exchanges if len(e.request["messages"]) > 1]
-
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         asked = self._http.build_request(
@@ -71,8 +67,9 @@ class Recorder:
                     said += chunk
                     yield chunk
             finally:  # the gateway may hang up as soon as it has heard the last word
-                if request.url.path.endswith("/chat/completions") and answer.status_code == 200:
-                    self.exchanges.append(_exchange(msgspec.json.decode(body), said.decode()))
+                asked_by = request.headers.get("x-request-id", "")
+                if asked_by.startswith("msg_") and answer.status_code == 200:
+                    self.turns.append(_exchange(msgspec.json.decode(body), said.decode()))
                 with anyio.CancelScope(shield=True):
                     await answer.aclose()
 

@@ -33,13 +33,15 @@ async def test_the_trace_of_a_run_holds_exactly_the_ids_that_vllm_reports(
             remaining_timeout_seconds=120,
         )
         turns = engine.turns
-        rendered = [await prompt_ids(http, turn.request) for turn in turns]
+        rendered = await prompt_ids(http, turns[0].request)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.completion_count == len(turns) == 4
-    assert [turn.prompt_token_ids for turn in turns] == rendered
     assert result.trajectory is not None
     (trace,) = result.trajectory.traces
-    assert trace.prompt_ids == turns[0].prompt_token_ids
+    assert trace.prompt_ids == rendered
+    context = trace.prompt_ids + trace.response_ids
+    for turn in turns:
+        assert turn.prompt_token_ids == context[: len(turn.prompt_token_ids)]
     trained = [
         (token, logprob)
         for token, mask, logprob in zip(
