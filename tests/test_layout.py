@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("polar_client", "polar_server", "polar_gateway", "harness_adapters", "builders", "evaluators")
+PACKAGES = (
+    "polar_client",
+    "polar_server",
+    "polar_gateway",
+    "harness_adapters",
+    "builders",
+    "evaluators",
+)
 
 TESTED_ELSEWHERE: dict[str, str] = {
     # Shapes without behaviour: what reads and writes them tests them.
@@ -32,6 +39,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "polar_gateway/testing/chat_request.py": "what the scripted engine takes; test_engine.py",
     "polar_gateway/engines/chat.py": "what engines share; test_vllm.py, test_sglang.py",
     "polar_gateway/engines/chat_api.py": "which models a server has; test_vllm.py, test_sglang.py",
+    "polar_gateway/engines/probing.py": "what probes share; test_vllm_probe.py, test_sglang.py, test_openai.py",
     "polar_gateway/engines/ids_at_end.py": "SGLang's streams; test_sglang.py",
     "polar_gateway/engines/openai_probe.py": "test_openai.py",
     "polar_gateway/engines/sglang_answers.py": "what SGLang says; test_sglang.py",
@@ -71,7 +79,9 @@ def mirrored(module: str) -> Path:
 
 
 def test_every_module_has_its_test_or_a_reason_why_not() -> None:
-    missing = [name for name in modules() if not mirrored(name).exists() and name not in TESTED_ELSEWHERE]
+    missing = [
+        name for name in modules() if not mirrored(name).exists() and name not in TESTED_ELSEWHERE
+    ]
     assert not missing
 
 

@@ -21,7 +21,7 @@ from polar_gateway.engines.base import (
 from polar_gateway.engines.chat import ChatEngine, prompt_alone
 from polar_gateway.engines.chat_api import ChatApi
 from polar_gateway.engines.chat_body import chat_body
-from polar_gateway.engines.openai_probe import probe
+from polar_gateway.engines.openai_probe import OpenAIProbe
 from polar_gateway.engines.vllm_answers import chat_pieces, whole_answer
 
 BEYOND_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -51,7 +51,7 @@ class OpenAI(ChatEngine):
 
     async def probe(self) -> EngineProbe:
         """Raises EngineError for what may pass: a server that is not there yet, or busy."""
-        found = await probe(self)
+        found = await OpenAIProbe(self, self.api, self.name).report()
         self.stream_ids = found.stream_ids or not found.token_ids
         return found
 

@@ -28,7 +28,7 @@ from polar_gateway.engines.rendering import JsonRendering
 from polar_gateway.engines.resuming import gone_on_with
 from polar_gateway.engines.sglang_answers import stream_pieces, whole_answer
 from polar_gateway.engines.sglang_api import ServerInfo, SglangApi
-from polar_gateway.engines.sglang_probe import probe
+from polar_gateway.engines.sglang_probe import SglangProbe
 from polar_gateway.engines.streams import AnswerStream
 
 NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
@@ -62,7 +62,7 @@ class Sglang(ChatEngine):
 
     async def probe(self) -> EngineProbe:
         """Raises EngineError for what may pass: a server that is not there yet, or busy."""
-        found = await probe(self)
+        found = await SglangProbe(self, self.api, self.name).report()
         self.stream_ids = found.stream_ids or not found.token_ids
         self._renders = found.renders == "full"
         self._logprob_kind = found.logprob_kind

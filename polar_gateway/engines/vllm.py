@@ -31,7 +31,7 @@ from polar_gateway.engines.rendering import JsonRendering
 from polar_gateway.engines.resuming import cut_at, gone_on_with
 from polar_gateway.engines.vllm_answers import chat_pieces, whole_answer
 from polar_gateway.engines.vllm_api import VllmApi
-from polar_gateway.engines.vllm_probe import probe
+from polar_gateway.engines.vllm_probe import VllmProbe
 
 
 class Vllm(ChatEngine):
@@ -56,7 +56,7 @@ class Vllm(ChatEngine):
 
     async def probe(self) -> EngineProbe:
         """Raises EngineError for what may pass: a server that is not there yet, or busy."""
-        found = await probe(self)
+        found = await VllmProbe(self, self.api, self.name).report()
         self.stream_ids = found.stream_ids or not found.token_ids
         self._renders = found.renders
         self._logprob_kind = found.logprob_kind

@@ -13,40 +13,15 @@ import msgspec
 
 from builders.records import Ids
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
-from polar_gateway.engines.base import EngineError, EngineProbe, EngineReply, TokenRoute
+from polar_gateway.engines.base import EngineError, EngineReply, TokenRoute
 from polar_gateway.engines.id_cache import decoded_ids, spelling
+from polar_gateway.engines.probing import ENDS, SAID, TOOL_NAME, Probe, common_suffix
 from polar_gateway.engines.vllm_api import DERENDER, GENERATE
 
 if TYPE_CHECKING:
     from polar_gateway.engines.vllm import Vllm
 
-TOKENS = 8
-SAID = {"role": "user", "content": "Say yes."}
-TOOL_NAME = "say"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": TOOL_NAME,
-        "description": "Say a word.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
-"""What parsers do to a stream they do only where tools are offered."""
 THOUGHT, SPOKEN, WORDS = "The word is yes.", "Fine.", {"word": "yes"}
-
-ENDS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "</s>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-)
-"""At which models of the common families stop; where one is a single token, it is tried."""
 
 CERTAIN = -1e-6
 """Log probabilities above are those of a token that was the only one allowed."""
@@ -55,111 +30,39 @@ MALFORMED = '{"word": '
 """Arguments as a model may spell them, and as a harness echoes them."""
 
 
-async def probe(engine: "Vllm") -> EngineProbe:
-    """Problems come back as sentences. Raises EngineError for what may pass."""
-    found = EngineProbe(engine=engine.name, model=engine.model)
-    try:
-        await _Probe(engine, found).run()
-    except EngineError as error:
-        if error.again:
-            raise
-        found.problems.append(f"it does not answer as a vLLM would: {error}")
-    return found
-
-
-class _Probe:
-    def __init__(self, engine: "Vllm", found: EngineProbe) -> None:
-        self._engine = engine
-        self._api = engine.api
-        self._found = found
-        self._offers_tools = True
+class VllmProbe(Probe):
+    engine: "Vllm"
+    kind = "as a vLLM would"
+    remedy = "; vLLM 0.10 or newer is needed"
 
     async def run(self) -> None:
-        found = self._found
-        found.version = await self._api.version()
-        if not await self._serves_model():
+        found = self.found
+        found.version = await self.engine.api.version()
+        if not await self.serves_model():
             return
-        reply = await self._short_answer()
-        found.token_ids = not {"ids_missing", "prompt_ids_missing"} & set(reply.findings)
-        if reply.findings:
-            found.problems.append(
-                f"a short answer of {found.model!r} came without trustworthy tokens "
-                f"({', '.join(reply.findings)}); vLLM 0.10 or newer is needed"
-            )
-        else:
-            await self._streams(reply)
+        reply = await self.short_answer()
+        if found.tool_parser is None:
+            found.tool_parser = True  # else it would have refused to choose among tools
+        trusted = self.trusts(reply)
+        if trusted:
+            await self.streams(reply)
         await self._renders(reply)
         await self._ends_of_turns()
-        if not reply.findings:
+        if trusted:
             await self._logprobs(reply)
             await self._token_routes(reply)
             await self._parsers()
             await self._malformed_arguments()
         await self._controls()
 
-    async def _serves_model(self) -> bool:
-        found, listed = self._found, await self._api.models()
-        served = {model.id: model.max_model_len for model in listed}
-        if not served:
-            found.problems.append("it serves no model")
-            return False
-        found.model = self._api.model = self._api.model or listed[0].id
-        if found.model not in served:
-            names = ", ".join(sorted(served))
-            found.problems.append(f"it does not serve {found.model!r} but {names}")
-            return False
-        found.max_model_len = served[found.model]
-        return True
-
-    def _request(self, **fields: Any) -> ModelRequest:
-        tools = [TOOL] if self._offers_tools else None
-        return ModelRequest(
-            **{"model": self._found.model, "messages": [SAID], "tools": tools, **fields}
-        )
-
-    async def _short_answer(self) -> EngineReply:
-        try:
-            reply = await self._engine.chatted(self._request(max_tokens=TOKENS), "polar-probe")
-        except EngineError as error:
-            if error.kind.code != "invalid_request":
-                raise
-            self._found.notes.append(f"it refuses calls that offer tools: {error}")
-            self._offers_tools = self._found.tool_parser = False
-            return await self._engine.chatted(self._request(max_tokens=TOKENS), "polar-probe")
-        self._found.tool_parser = True  # else it would have refused to choose among tools
-        return reply
-
-    async def _streams(self, whole: EngineReply) -> None:
-        """Whether a streamed answer has what the whole one had."""
-        found = self._found
-        try:
-            stream = await self._engine.streamed(self._request(max_tokens=TOKENS), "polar-probe-2")
-            try:
-                async for _ in stream:
-                    pass
-            finally:
-                await stream.aclose()
-        except EngineError as error:
-            if error.again:
-                raise
-            lost = str(error)
-        else:
-            streamed = stream.reply
-            lost = ", ".join(streamed.findings)
-            if not lost and streamed.prompt_ids != whole.prompt_ids:
-                lost = "the prompt's ids are others than those of a whole answer"
-        found.stream_ids = not lost
-        if lost:
-            found.notes.append(f"streamed answers are asked for whole, since streams fail: {lost}")
-
     async def _renders(self, reply: EngineReply) -> None:
         """Whether it tells a prompt's ids without sampling, and tells them right."""
-        found, request = self._found, self._request(max_tokens=TOKENS)
+        found, request = self.found, self.request()
         if await self._try_render(request) == reply.prompt_ids and reply.prompt_ids:
             found.renders = "full"
             return
         try:
-            await self._api.tokenize(request)
+            await self.engine.api.tokenize(request)
         except EngineError:
             found.notes.append("it tells nothing of how it renders messages")
         else:
@@ -171,13 +74,13 @@ class _Probe:
 
     async def _try_render(self, request: ModelRequest, *, closed: bool = False) -> Ids | None:
         try:
-            return (await self._engine.rendered(request, closed=closed)).ids
+            return (await self.engine.rendered(request, closed=closed)).ids
         except EngineError:
             return None
 
     async def _ends_of_turns(self) -> None:
         """The id that the template puts behind an answer, then others at which it stops."""
-        found, closing = self._found, await self._closing_ids()
+        found, closing = self.found, await self._closing_ids()
         tried = dict.fromkeys([*closing, *[i for text in ENDS for i in await self._single(text)]])
         stops = [i for i in tried if await self._stops_at(i)]
         first = next((i for i in closing if i in stops), closing[0] if closing else None)
@@ -189,7 +92,7 @@ class _Probe:
             found.notes.append("it does not tell with which id its template closes a turn")
         try:
             found.end_of_turn_texts = [
-                await self._api.detokenize([i]) for i in found.end_of_turn_ids
+                await self.engine.api.detokenize([i]) for i in found.end_of_turn_ids
             ]
         except EngineError:
             found.notes.append("it does not tell the text of its end-of-turn ids")
@@ -200,9 +103,9 @@ class _Probe:
         renderings = []
         for answer in ("yes", "no"):
             messages = [SAID, {"role": "assistant", "content": answer}]
-            request = ModelRequest(model=self._found.model, messages=messages)
+            request = ModelRequest(model=self.found.model, messages=messages)
             try:
-                tokenized = await self._api.tokenize(request, closed=True)
+                tokenized = await self.engine.api.tokenize(request, closed=True)
             except EngineError:
                 return []
             renderings.append(decoded_ids(bytes(tokenized.tokens)).tolist())
@@ -211,7 +114,7 @@ class _Probe:
     async def _single(self, text: str) -> list[int]:
         """The id of a text that is one token."""
         try:
-            ids = await self._api.ids_of(text)
+            ids = await self.engine.api.ids_of(text)
         except EngineError:
             return []
         return ids if len(ids) == 1 else []
@@ -220,8 +123,8 @@ class _Probe:
         """An answer of which only this token may be part; None if it was not held to it."""
         allowed = {"allowed_token_ids": [token]}
         try:
-            reply = await self._engine.chatted(
-                self._request(tools=None, max_tokens=max_tokens, sampling=allowed)
+            reply = await self.engine.chatted(
+                self.request(tools=None, max_tokens=max_tokens, sampling=allowed)
             )
         except EngineError as error:
             if error.again:
@@ -235,7 +138,7 @@ class _Probe:
 
     async def _logprobs(self, reply: EngineReply) -> None:
         forced = await self._forced(reply.prompt_ids[0], 1)
-        found = self._found
+        found = self.found
         if forced is None or forced.logprobs is None:
             found.notes.append("whether its log probabilities are the model's own is not known")
         elif forced.logprobs[0] > CERTAIN:
@@ -250,12 +153,12 @@ class _Probe:
 
     async def _token_routes(self, reply: EngineReply) -> None:
         """Whether a prompt that no template would render is read as it was sent."""
-        found, engine = self._found, self._engine
+        found, engine = self.found, self.engine
         prompt = reply.prompt_ids + reply.sampled_ids
-        request = self._request(prompt_ids=prompt, max_tokens=1)
+        request = self.request(prompt_ids=prompt, max_tokens=1)
         routes: dict[TokenRoute, Any] = {"chat": engine.chatted, "generate": engine.generated}
         for route, ask in routes.items():
-            if route == "generate" and not await self._has(GENERATE, DERENDER):
+            if route == "generate" and not await self.has(GENERATE, DERENDER):
                 continue
             try:
                 echoed: EngineReply = await ask(request, "polar-probe-3")
@@ -286,16 +189,16 @@ class _Probe:
     async def _parsers(self) -> None:
         """What its parsers make of a turn in the template's own words."""
         turn = await self._own_words()
-        if turn is None or not self._found.resumes:
+        if turn is None or not self.found.resumes:
             return
         prompt, ids = turn
         try:
-            spelled = await self._api.detokenize(ids.tolist())
+            spelled = await self.engine.api.detokenize(ids.tolist())
             blocks = await self._parsed(prompt, ids)
         except EngineError as error:
             if error.again:
                 raise
-            self._found.notes.append(f"what its parsers do is not known: {error}")
+            self.found.notes.append(f"what its parsers do is not known: {error}")
             return
         self._judge_parsers(spelled, blocks)
 
@@ -308,11 +211,11 @@ class _Probe:
             finish_reason="length",
             usage=Usage(),
         )
-        return await self._engine.parsed(self._request(), reply, spelling(prompt))
+        return await self.engine.parsed(self.request(), reply, spelling(prompt))
 
     def _judge_parsers(self, spelled: str, blocks: list[Block]) -> None:
         """`spelled` is the text of the turn of which they made the blocks."""
-        found = self._found
+        found = self.found
         if THOUGHT in spelled:
             thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
             text = "".join(block.text for block in blocks if isinstance(block, Text))
@@ -339,12 +242,12 @@ class _Probe:
         answer = {"role": "assistant", "content": SPOKEN, "reasoning_content": THOUGHT}
         if self._offers_tools:
             answer["tool_calls"] = [_call(json.dumps(WORDS))]  # type: ignore[assignment]
-        prompt = await self._try_render(self._request())
-        whole = await self._try_render(self._request(messages=[SAID, answer]), closed=True)
+        prompt = await self._try_render(self.request())
+        whole = await self._try_render(self.request(messages=[SAID, answer]), closed=True)
         if prompt is None or whole is None or whole[: len(prompt)] != prompt:
             return None
         ids = whole[len(prompt) :]
-        for end in self._found.end_of_turn_ids[:1]:
+        for end in self.found.end_of_turn_ids[:1]:
             if end in ids:
                 ids = ids[: ids.index(end)]
         return (prompt, ids) if ids else None
@@ -359,19 +262,19 @@ class _Probe:
             {"role": "tool", "tool_call_id": "call_1", "content": "What?"},
         ]
         try:
-            await self._engine.chatted(self._request(messages=messages, max_tokens=1))
+            await self.engine.chatted(self.request(messages=messages, max_tokens=1))
         except EngineError as error:  # of any kind: templates that choke on them make a server fail
-            self._found.notes.append(
+            self.found.notes.append(
                 f"it refuses conversations with malformed tool arguments in messages mode: {error}"
             )
 
     async def _controls(self) -> None:
-        found = self._found
-        if await self._has("/pause", "/resume"):
+        found = self.found
+        if await self.has("/pause", "/resume"):
             found.controls += ["pause", "abort"]
-        if await self._has("/collective_rpc", "/reset_prefix_cache", "/update_weight_version"):
+        if await self.has("/collective_rpc", "/reset_prefix_cache", "/update_weight_version"):
             found.controls.append("update")
-            found.weight_version = found.weight_version or await self._api.weight_version()
+            found.weight_version = found.weight_version or await self.engine.api.weight_version()
         if not found.controls:
             found.notes.append(
                 "it takes no orders to pause or to change its weights; VLLM_SERVER_DEV_MODE=1 "
@@ -379,19 +282,9 @@ class _Probe:
             )
             return
         try:
-            found.kv_connector = await self._api.kv_connector()
+            found.kv_connector = await self.engine.api.kv_connector()
         except EngineError as error:
             found.notes.append(f"whether it has a KV connector is not known: {error}")
-
-    async def _has(self, *paths: str) -> bool:
-        return all([await self._api.http.has(path) for path in paths])
-
-
-def common_suffix(a: list[int], b: list[int]) -> list[int]:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return a[len(a) - length :]
 
 
 def _call(arguments: str) -> dict[str, Any]:
