@@ -14,6 +14,9 @@ else:
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
+# The quick inner loop: `--hypothesis-profile=quick`.
+settings.register_profile("quick", deadline=None, max_examples=15)
+
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:

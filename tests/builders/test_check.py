@@ -15,6 +15,7 @@ from builders.check import check
 from builders.eligible import Options
 from builders.records import Trace, Trajectory
 from tests.builders.world import ACTIONS, END, END_TEXT, SYSTEM, World, play
+from tests.generated import examples
 
 Corruption = Callable[[Trajectory, random.Random], bool]
 """Changes the trajectory in place; returns False where it found nothing to change."""
@@ -440,7 +441,7 @@ CORRUPTIONS: list[Corruption] = [
     composes=st.sampled_from([0.0, 0.7]),
 )
 # Some corruptions need a merged trace to change, which many sessions do not have.
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(examples(25), suppress_health_check=[HealthCheck.filter_too_much])
 def test_every_corruption_is_reported(
     corrupt: Corruption,
     seed: int,

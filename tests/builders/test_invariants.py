@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import builders
@@ -14,6 +14,7 @@ from builders.base import StrategySpec
 from builders.check import check
 from builders.records import CompletionSession, Span, Trace, Trajectory
 from tests.builders.world import ACTIONS, END_TEXT, World, decode, play
+from tests.generated import examples
 
 worlds = st.builds(
     World,
@@ -64,7 +65,7 @@ def build(session: CompletionSession, strategy: str, config: dict[str, Any]) -> 
 
 
 @given(world=worlds, actions=sessions, ends=st.sampled_from([(2,), ()]), config=options)
-@settings(deadline=None, max_examples=150)
+@examples(100)
 def test_all_builders_train_on_exactly_what_was_sampled_and_received(
     world: World, actions: list[str], ends: tuple[int, ...], config: dict[str, Any]
 ) -> None:
@@ -87,7 +88,7 @@ def test_all_builders_train_on_exactly_what_was_sampled_and_received(
 
 
 @given(world=worlds, actions=sessions, strategy=strategies, config=options)
-@settings(deadline=None, max_examples=150)
+@examples(100)
 def test_every_token_stands_in_the_sampled_context_wherever_no_drift_is_counted(
     world: World, actions: list[str], strategy: str, config: dict[str, Any]
 ) -> None:
@@ -114,7 +115,7 @@ def test_every_token_stands_in_the_sampled_context_wherever_no_drift_is_counted(
     strategy=strategies,
     config=options,
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_prompts_composed_of_recorded_tokens_never_drift(
     seed: int,
     forgets_thinking: bool,
@@ -134,7 +135,7 @@ def test_prompts_composed_of_recorded_tokens_never_drift(
 
 
 @given(world=worlds, actions=sessions, config=options)
-@settings(deadline=None, max_examples=150)
+@examples(100)
 def test_each_branch_shares_with_its_parent_what_it_masks(
     world: World, actions: list[str], config: dict[str, Any]
 ) -> None:
@@ -164,7 +165,7 @@ def test_each_branch_shares_with_its_parent_what_it_masks(
     actions=sessions,
     composes=st.sampled_from([0.0, 1.0]),
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_a_merged_context_has_the_sampled_ones_text_where_the_harness_echoes_verbatim(
     seed: int, spells_ends: bool, texts: tuple[str, ...], actions: list[str], composes: float
 ) -> None:
@@ -180,7 +181,7 @@ def test_a_merged_context_has_the_sampled_ones_text_where_the_harness_echoes_ver
 
 
 @given(world=worlds, actions=sessions, strategy=strategies, config=options)
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_the_traces_survive_a_trip_through_json(
     world: World, actions: list[str], strategy: str, config: dict[str, Any]
 ) -> None:
@@ -194,7 +195,7 @@ def test_the_traces_survive_a_trip_through_json(
 
 
 @given(world=worlds, actions=sessions, strategy=st.sampled_from(["prefix_merging", "lineage"]))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_a_chain_follows_the_answers_that_were_truly_continued(
     world: World, actions: list[str], strategy: str
 ) -> None:
@@ -216,7 +217,7 @@ def test_a_chain_follows_the_answers_that_were_truly_continued(
     drifts=st.booleans(),
     composes=st.sampled_from([0.0, 1.0]),
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_an_append_only_conversation_is_one_chain(
     seed: int, actions: list[str], drifts: bool, composes: float
 ) -> None:
@@ -230,7 +231,7 @@ def test_an_append_only_conversation_is_one_chain(
 @given(
     seed=st.integers(0, 2**32), actions=st.lists(st.sampled_from(["turn", "sibling"]), min_size=1)
 )
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_childless_sibling_is_a_chain_of_its_own(
     composes: float, seed: int, actions: list[str]
 ) -> None:

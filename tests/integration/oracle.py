@@ -1,13 +1,12 @@
-"""What a model itself says of token ids, for tests: `python oracle.py MODEL QUESTIONS ANSWERS`.
+"""What models themselves say of token ids, for tests: a program that answers each line with a line.
 
-Runs where torch and transformers are. QUESTIONS is a JSON list of {"ids": [...], "sampled": [...]},
-of which the second are positions in the first; ANSWERS becomes the list of the log probabilities of
-the ids in those positions, each given all ids before it.
+Runs where torch and transformers are. A line asks {"model": FOLDER, "questions": [{"ids": [...],
+"sampled": [...]}]}, of which the last are positions in the ids, and is answered with a list for each
+question: the log probabilities of the ids in those positions, each given all ids before it.
 """
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -16,13 +15,15 @@ CHUNK = 1024
 """Ids that are read at once: so long a row of attention to all before it fits in memory."""
 
 
-def main(folder: str, questions: str, answers: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    oracle = Oracle(model)
-    asked = json.loads(Path(questions).read_text())
-    with torch.inference_mode():
-        said = [oracle.logprobs(question["ids"], question["sampled"]) for question in asked]
-    Path(answers).write_text(json.dumps(said))
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # where libraries may say what they like
+    for line in sys.stdin:
+        asked = json.loads(line)
+        model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+        oracle = Oracle(model)
+        with torch.inference_mode():
+            said = [oracle.logprobs(each["ids"], each["sampled"]) for each in asked["questions"]]
+        print(json.dumps(said), file=answers, flush=True)
 
 
 class Oracle:
@@ -58,4 +59,4 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

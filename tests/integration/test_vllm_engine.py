@@ -33,7 +33,7 @@ LOOK = Step(
         ScriptedCall(name="bash", arguments={"command": "pwd"}),
     ],
 )
-PLAY = "all work and no play " * 400
+PLAY = "all work and no play " * 120
 THINK_LONG = f"<think>\n{PLAY}\n</think>\n\nThat was it."
 CALL_LONG = (
     '<think>\nhm\n</think>\n\nLook.\n<tool_call>\n{"name": "bash", "arguments": {"command": "'

@@ -6,17 +6,15 @@ transformers computes them anew from the recorded ids alone, with the same weigh
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import anyio
-import msgspec
 import pytest
 
 from builders.records import CompletionSession, Mode, Trace
 from polar_gateway.capture.reading import read_session
 from polar_gateway.testing.script import Script, ScriptFile
 from tests.integration.conftest import DEMO, HARNESSES, SHELL_TOOL, part_of
-from tests.integration.vllm_server import CACHE, VllmServer
+from tests.integration.vllm_server import Oracle, Question, VllmServer
 from tests.polar_gateway.gateway import gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.clis, pytest.mark.timeout(300)]
@@ -26,18 +24,14 @@ TOLERANCE = 1e-4
 TURNS = 4
 
 
-class Question(NamedTuple):
-    """Ids, which of them were sampled, and what was recorded of those."""
-
-    name: str
-    ids: list[int]
-    sampled: list[int]
-    logprobs: list[float]
-
-
 @pytest.mark.parametrize("mode", ["messages", "tokens"])
 async def test_the_recorded_log_probabilities_are_those_of_the_recorded_context(
-    tmp_path: Path, packs: Path, vllm: VllmServer, mode: Mode, demo_task: dict[str, Any]
+    tmp_path: Path,
+    packs: Path,
+    vllm: VllmServer,
+    oracle: Oracle,
+    mode: Mode,
+    demo_task: dict[str, Any],
 ) -> None:
     questions: list[Question] = []
     async with gateway(
@@ -67,7 +61,7 @@ async def test_the_recorded_log_probabilities_are_those_of_the_recorded_context(
             assert sum(len(q.sampled) for q in questions if q.name.startswith(harness)) == sum(
                 len(completion.sampled_ids) for completion in session.completions
             )
-    for question, said in zip(questions, await ask(tmp_path, questions), strict=True):
+    for question, said in zip(questions, await oracle.says(questions), strict=True):
         worst = max(abs(a - b) for a, b in zip(said, question.logprobs, strict=True))
         assert worst <= TOLERANCE, question.name
 
@@ -99,23 +93,6 @@ def canonical(harness: str, traces: list[Trace], session: CompletionSession) -> 
                 list(range(start, start + len(completion.sampled_ids))),
                 completion.logprobs.tolist(),
             )
-
-
-async def ask(
-    folder: Path, questions: list[Question], model: Path = CACHE / "vllm/model"
-) -> list[list[float]]:
-    """What the model itself says, all in one process."""
-    asked, said = folder / "questions.json", folder / "answers.json"
-    asked.write_bytes(
-        msgspec.json.encode([{"ids": each.ids, "sampled": each.sampled} for each in questions])
-    )
-    python = CACHE / "vllm/venv/bin/python"
-    program = Path(__file__).with_name("oracle.py")
-    await anyio.run_process(
-        [str(python), str(program), str(model), str(asked), str(said)],
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-    return msgspec.json.decode(said.read_bytes(), type=list[list[float]])
 
 
 def words_for(harness: str) -> Script:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx2
 import pytest
 
 from builders.records import Completion
 from polar_gateway.capture.reading import read_session
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
-from tests.integration.test_vllm_oracle import TOLERANCE, Question, ask
-from tests.integration.vllm_server import CACHE, VllmServer
+from tests.integration.test_vllm_oracle import TOLERANCE
+from tests.integration.vllm_server import CACHE, Oracle, Question, VllmServer
 from tests.polar_gateway.gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -78,8 +79,10 @@ class Crowd:
             timeout=120,
         )
 
-    async def are_answered(self, tokens: int) -> None:
+    async def ask_all(self, group: anyio.abc.TaskGroup, tokens: int = IN_FLIGHT * 60) -> None:
         """Until all are in flight and the engine has sampled so many tokens for them."""
+        for number in range(IN_FLIGHT):
+            group.start_soon(self.ask, number)
         began = await self._metric("generation_tokens_total")
         while await self._metric("num_requests_running") < IN_FLIGHT:
             await anyio.sleep(0.01)
@@ -119,7 +122,7 @@ def versions(completion: Completion) -> list[str | None]:
     return spread
 
 
-async def check(folder: Path, completions: list[Completion]) -> None:
+async def check(oracle: Oracle, completions: list[Completion]) -> None:
     """Each token's recorded log probability is that of the weights that its span names."""
     for version, weights in WEIGHTS.items():
         questions = []
@@ -137,20 +140,18 @@ async def check(folder: Path, completions: list[Completion]) -> None:
                 )
         if not questions:
             continue
-        for question, said in zip(questions, await ask(folder, questions, weights), strict=True):
+        for question, said in zip(questions, await oracle.says(questions, weights), strict=True):
             differences = [abs(a - b) for a, b in zip(said, question.logprobs, strict=True)]
             assert max(differences) <= TOLERANCE, (version, question.name, differences)
 
 
 async def test_aborted_answers_go_on_under_the_new_weights(
-    vllm: VllmServer, tmp_path: Path
+    vllm: VllmServer, oracle: Oracle, tmp_path: Path
 ) -> None:
     async with updating(tmp_path, vllm) as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            for number in range(IN_FLIGHT):
-                group.start_soon(crowd.ask, number)
-            await crowd.are_answered(IN_FLIGHT * 60)
+            await crowd.ask_all(group)
             paused = await order(node, "pause?mode=abort&timeout_seconds=60")
             assert paused["inflight"] == 0
             await order(node, "update", policy_version="new", weights_path=str(WEIGHTS["new"]))
@@ -167,18 +168,16 @@ async def test_aborted_answers_go_on_under_the_new_weights(
             begins,
             len(completion.sampled_ids),
         )
-    await check(tmp_path, completions)
+    await check(oracle, completions)
 
 
 async def test_kept_answers_say_where_their_weights_became_others(
-    vllm: VllmServer, tmp_path: Path
+    vllm: VllmServer, oracle: Oracle, tmp_path: Path
 ) -> None:
     async with updating(tmp_path, vllm, token_route="generate") as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            for number in range(IN_FLIGHT):
-                group.start_soon(crowd.ask, number)
-            await crowd.are_answered(IN_FLIGHT * 60)
+            await crowd.ask_all(group)
             paused = await order(node, "pause?mode=keep&timeout_seconds=60")
             assert paused["inflight"] == IN_FLIGHT
             await order(node, "update", policy_version="new", weights_path=str(WEIGHTS["new"]))
@@ -186,19 +185,17 @@ async def test_kept_answers_say_where_their_weights_became_others(
         completions = crowd.completions(tmp_path)
     for completion in completions:
         assert [span.version for span in completion.versions] == ["old", "new"]
-    await check(tmp_path, completions)
+    await check(oracle, completions)
 
 
 async def test_answers_that_are_waited_for_are_of_one_version_and_those_that_wait_of_the_next(
-    vllm: VllmServer, tmp_path: Path
+    vllm: VllmServer, oracle: Oracle, tmp_path: Path
 ) -> None:
     late = range(IN_FLIGHT, IN_FLIGHT + 4)
     async with updating(tmp_path, vllm) as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            for number in range(IN_FLIGHT):
-                group.start_soon(crowd.ask, number)
-            await crowd.are_answered(IN_FLIGHT * 60)
+            await crowd.ask_all(group)
 
             async def pause() -> None:
                 await order(node, "pause?mode=wait&timeout_seconds=120")
@@ -214,7 +211,7 @@ async def test_answers_that_are_waited_for_are_of_one_version_and_those_that_wai
     assert all(completion.versions == [] for completion in completions)
     named = sorted(str(completion.policy_version) for completion in completions)
     assert named == ["new"] * len(late) + ["old"] * IN_FLIGHT
-    await check(tmp_path, completions)
+    await check(oracle, completions)
 
 
 async def is_paused(node: Gateway) -> bool:

@@ -12,7 +12,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import anyio.to_thread
 import httpx2
 import msgspec
 import pytest
@@ -90,3 +92,44 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     require("vllm", ready, "run scripts/vllm.sh install and scripts/vllm.sh model")
     with serving(tmp_path_factory.mktemp("vllm")) as server:
         yield server
+
+
+class Question(NamedTuple):
+    """Ids, which of them were sampled, and what was recorded of those."""
+
+    name: str
+    ids: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+
+
+class Oracle:
+    """A process that has the models in transformers, and so says what they say themselves."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    async def says(
+        self, questions: list[Question], model: Path = CACHE / "vllm/model"
+    ) -> list[list[float]]:
+        asked = [{"ids": each.ids, "sampled": each.sampled} for each in questions]
+        line = msgspec.json.encode({"model": str(model), "questions": asked})
+        return await anyio.to_thread.run_sync(self._answer, line)
+
+    def _answer(self, line: bytes) -> list[list[float]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + b"\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=list[list[float]])
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Iterator[Oracle]:
+    with subprocess.Popen(
+        [CACHE / "vllm/venv/bin/python", Path(__file__).with_name("oracle.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"HF_HUB_OFFLINE": "1"},
+    ) as process:
+        yield Oracle(process)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import builders
@@ -21,6 +21,7 @@ from builders.check import check
 from builders.records import CompletionSession, Span, Trace, Trajectory
 from polar_gateway.capture.reading import read_session
 from tests.builders.world import END, END_TEXT, World, decode, render
+from tests.generated import examples
 from tests.polar_gateway.token_world import ACTIONS, Answered, CapturedWorld, play
 
 
@@ -109,7 +110,7 @@ def received(world: CapturedWorld, session: CompletionSession) -> dict[str, int]
 
 
 @given(way=ways(), actions=sessions, config=options)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_every_builder_trains_on_what_the_engine_sampled_and_the_harness_received(
     way: Setting, actions: list[str], config: dict[str, Any]
 ) -> None:
@@ -141,7 +142,7 @@ def test_every_builder_trains_on_what_the_engine_sampled_and_the_harness_receive
 
 
 @given(way=ways(), actions=sessions, config=options)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_drift_is_counted_exactly_where_a_token_was_sampled_in_another_context(
     way: Setting, actions: list[str], config: dict[str, Any]
 ) -> None:
@@ -162,7 +163,7 @@ def test_drift_is_counted_exactly_where_a_token_was_sampled_in_another_context(
 
 
 @given(way=ways(prompts="tokens"), actions=sessions)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_prompt_sent_as_tokens_is_the_record_and_then_what_the_messages_add_to_it(
     way: Setting, actions: list[str]
 ) -> None:
@@ -187,7 +188,7 @@ def test_a_prompt_sent_as_tokens_is_the_record_and_then_what_the_messages_add_to
 
 
 @given(way=ways(), actions=sessions)
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_a_request_is_attached_to_the_answer_that_it_goes_on_from_or_marked_as_ambiguous(
     way: Setting, actions: list[str]
 ) -> None:
@@ -217,7 +218,7 @@ def told_apart(answer: Answered, world: CapturedWorld) -> bool:
 
 
 @given(way=ways(), actions=sessions, share=st.floats(0, 1))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_gateway_killed_at_any_byte_leaves_every_call_whose_record_was_written(
     way: Setting, actions: list[str], share: float
 ) -> None:
@@ -241,7 +242,7 @@ def test_a_gateway_killed_at_any_byte_leaves_every_call_whose_record_was_written
 
 
 @given(way=ways(), actions=sessions, in_flight=st.integers(0, 2))
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_sealed_session_reads_back_from_its_journal_as_it_was(
     way: Setting, actions: list[str], in_flight: int
 ) -> None:
@@ -277,7 +278,7 @@ def plain(completion: Any) -> dict[str, Any]:
     ),
     actions=st.lists(st.sampled_from(["turn", "cut", "ended_otherwise", "retry"]), min_size=1),
 )
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_conversation_that_only_grows_is_one_chain_in_either_mode(
     way: Setting, actions: list[str]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.records import Completion
@@ -26,6 +26,7 @@ from polar_gateway.dialects.turn import (
     Usage,
 )
 from polar_gateway.engines.base import EngineReply
+from tests.generated import examples
 from tests.polar_gateway.capture.blocks import blocks_of, closed, parent_of
 
 Message = dict[str, Any]
@@ -851,7 +852,7 @@ class Conversation:
         self._seen += [answer, *results_of(answer, said)]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     said=st.lists(turns(), min_size=1, max_size=6),
     counting_ids=st.booleans(),
@@ -866,7 +867,7 @@ def test_what_a_harness_sends_back_is_restored_exactly(
         conversation.say(turn, number)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     said=st.lists(st.tuples(st.integers(0, 2), turns()), min_size=2, max_size=8),
     counting_ids=st.booleans(),
@@ -882,7 +883,7 @@ def test_conversations_that_begin_alike_are_told_apart_by_reference(
         conversations[which].say(turn, number)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     said=st.lists(turns(), min_size=2, max_size=5),
     name=st.sampled_from(list(CLIENTS)),

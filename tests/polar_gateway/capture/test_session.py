@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.eligible import Options, split
@@ -17,6 +17,7 @@ from polar_gateway.capture.reading import read_session
 from polar_gateway.capture.session import OpenCall, SessionCapture
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineReply, Tensor
+from tests.generated import examples
 from tests.polar_gateway.capture.blocks import closed, parent_of, recorded
 from tests.polar_gateway.capture.test_journal import files_limited_to
 
@@ -562,7 +563,7 @@ def play(
     return sent
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(history=histories(), sealed=st.booleans())
 def test_a_journal_holds_exactly_the_live_session(
     tmp_path_factory: pytest.TempPathFactory,

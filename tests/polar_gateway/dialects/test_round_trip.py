@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_gateway.dialects import DIALECTS
@@ -20,6 +20,7 @@ from polar_gateway.dialects.messages import (
     tool_call,
 )
 from polar_gateway.dialects.turn import Block, Call, Dialect, ModelRequest, Reasoning, Text, Turn
+from tests.generated import examples
 from tests.polar_gateway.dialects.clients import receive, receive_stream, sealed, stream, turn
 from tests.polar_gateway.dialects.conversations import body
 
@@ -110,7 +111,7 @@ def expected(dialect: Dialect, answered: Turn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(answered=turns())
 def test_an_answer_comes_back_as_the_message_that_was_sampled(
     dialect: Dialect, answered: Turn
@@ -130,7 +131,7 @@ def test_an_answer_comes_back_as_the_message_that_was_sampled(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(answered=turns(), haltingly=st.booleans())
 def test_the_streamed_and_the_whole_answer_are_the_same(
     dialect: Dialect, answered: Turn, haltingly: bool
@@ -152,7 +153,7 @@ def test_an_empty_turn_is_an_answer_too(dialect: Dialect) -> None:
     assert receive_stream(dialect, stream(dialect, request, turn([]))).blocks == []
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(text=texts)
 def test_reasoning_survives_a_harness_that_keeps_only_the_encrypted_content(text: str) -> None:
     responses = next(dialect for dialect in DIALECTS if dialect.name == "responses")
@@ -213,7 +214,7 @@ def user(content: str | list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(asked=conversations(), tools=tools, chain=st.permutations(DIALECTS))
 def test_a_conversation_is_the_same_request_in_every_dialect_and_stays_it_through_all_of_them(
     asked: list[dict[str, Any]], tools: list[dict[str, Any]], chain: list[Dialect]
