@@ -20,7 +20,7 @@ check:
 	@scripts/setup.sh dev
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
-	@.venv/bin/python -m pytest -q -n 3 --hypothesis-profile=quick -m "not docker and not clis and not vllm" --ignore=tests/integration
+	@.venv/bin/python -m pytest -q -n 4 --hypothesis-profile=quick -m "not docker and not clis and not vllm" --ignore=tests/integration --ignore=tests/polar_client/test_cli_services.py
 
 bench:
 	@scripts/setup.sh dev
