@@ -2,10 +2,12 @@
 
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx2
 import msgspec
 import pytest
@@ -33,7 +35,7 @@ LOOK = Step(
         ScriptedCall(name="bash", arguments={"command": "pwd"}),
     ],
 )
-PLAY = "all work and no play " * 120
+PLAY = "all work and no play " * 160
 THINK_LONG = f"<think>\n{PLAY}\n</think>\n\nThat was it."
 CALL_LONG = (
     '<think>\nhm\n</think>\n\nLook.\n<tool_call>\n{"name": "bash", "arguments": {"command": "'
@@ -304,15 +306,14 @@ async def test_what_is_new_is_what_a_rendering_adds_to_a_closed_one(engine: Vllm
 async def test_an_aborted_answer_goes_on_and_is_parsed_as_one(
     engine: Vllm, vllm: VllmServer, where: str, route: TokenRoute
 ) -> None:
-    asking = Vllm(vllm.url, token_route=route)
     request = ask(where, tools=TOOLS, max_tokens=5000)
-    partial = (await aborted(asking, vllm, request)).partial
-    assert partial is not None
-    assert partial.finish_reason is None
-    known = len(partial.sampled_ids)
-    assert 20 < known == len(partial.logprobs or ())
-    whole = await asking.resume(request, "msg_1", partial)
-    await asking.aclose()
+    async with aclosing(Vllm(vllm.url, token_route=route)) as asking:
+        partial = (await aborted(asking, vllm, request)).partial
+        assert partial is not None
+        assert partial.finish_reason is None
+        known = len(partial.sampled_ids)
+        assert 20 < known == len(partial.logprobs or ())
+        whole = await asking.resume(request, "msg_1", partial)
     assert whole.findings == []
     assert whole.sampled_ids[:known] == partial.sampled_ids
     assert len(whole.logprobs or ()) == len(whole.sampled_ids) > known
@@ -349,16 +350,26 @@ async def aborted(engine: Vllm, vllm: VllmServer, request: ModelRequest) -> Engi
         raised.append(await failure(engine.complete(request, "msg_1")))
 
     async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
-        before = await sampled(http)
-        tasks.start_soon(call)
-        while await sampled(http) < before + 60:
-            await anyio.sleep(0.02)
+        await under_way(http, tasks, call)
         await http.post("/abort_requests", json={"request_ids": []})
     return raised[0]
 
 
+async def under_way(
+    http: httpx2.AsyncClient, tasks: anyio.abc.TaskGroup, call: Callable[[], Awaitable[None]]
+) -> None:
+    """Until some tokens of a call were sampled, and of no other: what came before is over first."""
+    before, now = -1.0, await sampled(http)
+    while now != before:
+        await anyio.sleep(0.5)
+        before, now = now, await sampled(http)
+    tasks.start_soon(call)
+    while await sampled(http) < before + 60:
+        await anyio.sleep(0.05)
+
+
 async def sampled(http: httpx2.AsyncClient) -> float:
-    metrics = (await http.get("/metrics")).text
+    metrics = (await http.get("/metrics", timeout=60)).text
     lines = [li for li in metrics.splitlines() if li.startswith("vllm:generation_tokens_total{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -366,24 +377,23 @@ async def sampled(http: httpx2.AsyncClient) -> float:
 async def test_weights_change_under_an_answer_that_stands_still(
     engine: Vllm, vllm: VllmServer
 ) -> None:
-    asking = Vllm(vllm.url, token_route="generate")
     replies: list[EngineReply] = []
 
     async def call() -> None:
         replies.append(await asking.complete(ask("THINK", max_tokens=5000), "msg_1"))
 
-    await asking.update("step-1", None)
-    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
-        before = await sampled(http)
-        tasks.start_soon(call)
-        while await sampled(http) < before + 60:
-            await anyio.sleep(0.02)
-        await asking.pause("keep")
-        await asking.update("step-2", str(CACHE / "vllm" / "model"))
-        assert not replies
-        await asking.unpause()
+    async with aclosing(Vllm(vllm.url, token_route="generate")) as asking:
+        await asking.update("step-1", None)
+        async with (
+            httpx2.AsyncClient(base_url=vllm.url) as http,
+            anyio.create_task_group() as tasks,
+        ):
+            await under_way(http, tasks, call)
+            await asking.pause("keep")
+            await asking.update("step-2", str(CACHE / "vllm" / "model"))
+            assert not replies
+            await asking.unpause()
     [reply] = replies
-    await asking.aclose()
     first, second = reply.versions
     assert (first.version, second.version) == ("step-1", "step-2")
     assert first.start == 0 < first.end == second.start < second.end == len(reply.sampled_ids)
@@ -396,10 +406,7 @@ async def test_a_pause_that_aborts_leaves_what_there_was(engine: Vllm, vllm: Vll
         raised.append(await failure(engine.complete(ask("THINK"), "msg_1")))
 
     async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
-        before = await sampled(http)
-        tasks.start_soon(call)
-        while await sampled(http) < before + 60:
-            await anyio.sleep(0.02)
+        await under_way(http, tasks, call)
         await engine.pause("abort")
     await engine.unpause()
     assert raised[0].partial is not None
