@@ -20,13 +20,17 @@ class JsonRendering:
 
     def __init__(self, text: bytes) -> None:
         self.text = text
+        self._length: int | None = None
+        """Counted at most once, and not at all for what was found to go on from another."""
 
     @cached_property
     def ids(self) -> Ids:
         return _read(self.text)
 
     def __len__(self) -> int:
-        return self.text.count(b",") + 1 if self.text != b"[]" else 0
+        if self._length is None:
+            self._length = self.text.count(b",") + 1 if self.text != b"[]" else 0
+        return self._length
 
     def last(self, count: int) -> Ids:
         start = _end_without(self.text, count)
@@ -38,11 +42,12 @@ class JsonRendering:
         if not self.text.startswith(text[:end]):
             return None
         rest = self.text[end:]
-        if rest == b"]":
-            return array("i")
-        if end == 1:  # of the earlier one only the bracket is left
-            return _read(b"[" + rest)
-        return _read(b"[" + rest[1:]) if rest[:1] == b"," else None
+        if end > 1 and rest[:1] not in (b",", b"]"):
+            return None
+        # Of the earlier one only the bracket may be left.
+        added = _read(b"[" + (rest if end == 1 else rest.removeprefix(b",")))
+        self._length = max(0, len(earlier) - less) + len(added)
+        return added
 
 
 def _end_without(text: bytes, less: int) -> int:

@@ -168,7 +168,7 @@ class Vllm(ChatEngine):
         body = await self.api.body(request)
         if closed:
             body["add_generation_prompt"] = False
-        return JsonRendering(bytes((await self.api.rendered(body))["token_ids"]))
+        return JsonRendering(await self.api.rendered_ids(body))
 
     async def pause(self, mode: PauseMode) -> None:
         await self.api.order(f"/pause?mode={mode}")

@@ -9,6 +9,7 @@ from polar_gateway.dialects.turn import ErrorKind, ModelRequest
 from polar_gateway.engines.base import EngineError
 from polar_gateway.engines.chat_api import CHAT, ChatApi
 from polar_gateway.engines.chat_body import chat_body
+from polar_gateway.engines.http_client import decoded
 
 RENDER = f"{CHAT}/render"
 DERENDER = f"{CHAT}/derender"
@@ -53,6 +54,8 @@ class _ServerInfo(msgspec.Struct):
 
 _Rendered = dict[str, msgspec.Raw]
 
+_IDS = b'"token_ids":['
+
 
 class VllmApi(ChatApi):
     """Raises EngineError where the server refuses or does not answer."""
@@ -73,11 +76,12 @@ class VllmApi(ChatApi):
 
     async def rendered(self, body: dict[str, Any]) -> _Rendered:
         """A chat request as one to `generate`; its prompt is in `token_ids`."""
-        answer = await self.http.post(RENDER, _encode(body), msgspec.json.Decoder(_Rendered))
-        if "token_ids" not in answer:
-            kind = ErrorKind(status=500, code="internal", message="the engine rendered no ids")
-            raise EngineError(kind, infra=True)
-        return answer
+        return _rendered(await self.http.post_raw(RENDER, _encode(body)))
+
+    async def rendered_ids(self, body: dict[str, Any]) -> bytes:
+        """The JSON array of the ids that a chat request is rendered as."""
+        answer = await self.http.post_raw(RENDER, _encode(body))
+        return _ids_unread(answer) or bytes(_rendered(answer)["token_ids"])
 
     async def generate(self, rendered: _Rendered, request_id: str) -> bytes:
         asked: dict[str, Any] = {**rendered, "return_token_ids": True}
@@ -175,3 +179,21 @@ def as_rendered(tool: dict[str, Any]) -> dict[str, Any]:
     if given.get("strict") is not None:
         function["strict"] = given["strict"]
     return {"type": "function", "function": function}
+
+
+def _rendered(answer: bytes) -> _Rendered:
+    rendered = decoded(msgspec.json.Decoder(_Rendered), answer)
+    if "token_ids" not in rendered:
+        kind = ErrorKind(status=500, code="internal", message="the engine rendered no ids")
+        raise EngineError(kind, infra=True)
+    return rendered
+
+
+def _ids_unread(answer: bytes) -> bytes | None:
+    """The array of ids as it stands in the answer: to find it costs less than to read past it, and
+    it is as long as the conversation. None where it is not surely the answer's own field."""
+    key = answer.find(_IDS)
+    end = answer.find(b"]", key)
+    if key < 0 or end < 0 or answer.count(b"{", 0, key) != 1:
+        return None
+    return answer[key + len(_IDS) - 1 : end + 1]

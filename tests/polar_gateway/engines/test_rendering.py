@@ -22,7 +22,9 @@ def test_what_follows_is_what_the_ids_say(earlier: list[int], more: list[int], l
     for whole in (kept + more, earlier + more, more):
         begins = whole[: len(kept)] == kept
         expected = array("i", whole[len(kept) :]) if begins else None
-        assert rendering(whole).after(before, less=less) == expected
+        after = rendering(whole)
+        assert after.after(before, less=less) == expected
+        assert len(after) == len(whole)
 
 
 @given(Numbers)

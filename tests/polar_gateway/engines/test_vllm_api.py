@@ -1,5 +1,7 @@
 from typing import Any
 
+import pytest
+
 from polar_gateway.engines.base import EngineError
 from polar_gateway.engines.vllm_api import VllmApi, outline
 from polar_gateway.testing.serve import serve
@@ -58,3 +60,26 @@ async def test_a_rendering_without_ids_is_none() -> None:
         await api.http.aclose()
     assert str(raised) == "the engine rendered no ids"
     assert not raised.again
+
+
+async def test_the_ids_of_a_rendering_are_its_own_field_wherever_that_stands() -> None:
+    answers = (
+        b'{"request_id":"r","token_ids":[1,2,3],"features":null}',
+        b'{"request_id":"a \\"token_ids\\":[7]","token_ids":[1,2,3]}',
+        b'{"features":{"token_ids":[7]},"token_ids":[1,2,3]}',
+        b'{"request_id":"{","token_ids":[1,2,3]}',
+        b'{"features":[{"token_ids":[7]}],"bad_words_token_ids":[8], "token_ids" : [1,2,3]}',
+    )
+    for answer in answers:
+        async with serve(Answers((200, answer))) as url:
+            api = VllmApi(url, None, "tiny")
+            assert await api.rendered_ids({}) == b"[1,2,3]"
+            await api.http.aclose()
+
+
+async def test_a_rendering_that_breaks_off_cannot_be_read() -> None:
+    async with serve(Answers((200, b'{"token_ids":[1,2'))) as url:
+        api = VllmApi(url, None, "tiny")
+        with pytest.raises(EngineError, match="cannot be read"):
+            await api.rendered_ids({})
+        await api.http.aclose()
