@@ -6,10 +6,10 @@ tail, only what follows them: the interstitial.
 """
 
 import re
-from bisect import bisect_left
 from typing import Any, Literal, NamedTuple
 
 from builders.echoes import wording
+from builders.ids import difference
 from builders.records import Completion, CompletionSession, Ids
 
 COMMON_END_MARKUP = re.compile(
@@ -84,10 +84,7 @@ def drift(canonical: Ids, sampled: Ids) -> int:
     """How many positions differ: the longer of what is left without common beginning and end."""
     if canonical == sampled:
         return 0
-    start = _common(canonical, sampled)
-    canonical, sampled = canonical[start:], sampled[start:]
-    end = _common(canonical[::-1], sampled[::-1])
-    return max(len(canonical), len(sampled)) - end
+    return max(map(len, difference(canonical, sampled)))
 
 
 def end_of_turn(config: list[int], engine: list[int], completions: list[Completion]) -> EndOfTurn:
@@ -112,9 +109,3 @@ def end_of_turn(config: list[int], engine: list[int], completions: list[Completi
         if not any(end in completion.sampled_ids[:-1] for completion in completions):
             return EndOfTurn(frozenset(last), "detected")
     return EndOfTurn(frozenset(), "unknown")
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """Length of the common beginning; by bisection, since comparing slices is fast."""
-    longest = min(len(a), len(b))
-    return bisect_left(range(1, longest + 1), True, key=lambda length: a[:length] != b[:length])

@@ -13,10 +13,10 @@ looking for text:
 behind the answer's words is learnt from small conversations that differ in those words alone.
 """
 
-from bisect import bisect_left
 from collections.abc import Collection
 from typing import NamedTuple
 
+from builders.ids import common_end, common_start, difference
 from builders.records import Ids
 
 
@@ -96,21 +96,3 @@ def canonical_answer(ends: Ids, prompt_end: Ids, closing: int) -> Ids | None:
     if len(ends) < 1 + closing or ends[:1] != prompt_end:
         return None
     return ends[1 : len(ends) - closing + 1]
-
-
-def difference(a: Ids, b: Ids) -> tuple[Ids, Ids]:
-    """What is left of each without their common beginning and then their common end."""
-    start = common_start(a, b)
-    a, b = a[start:], b[start:]
-    end = common_end(a, b)
-    return a[: len(a) - end], b[: len(b) - end]
-
-
-def common_start(a: Ids, b: Ids) -> int:
-    """Length of the common beginning; by bisection, since comparing slices is fast."""
-    longest = min(len(a), len(b))
-    return bisect_left(range(1, longest + 1), True, key=lambda length: a[:length] != b[:length])
-
-
-def common_end(a: Ids, b: Ids) -> int:
-    return common_start(a[::-1], b[::-1])

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 
+from builders.ids import common_start
 from builders.records import (
     AttachLevel,
     CompletionSession,
@@ -29,7 +30,6 @@ from polar_gateway.capture import journal, restore, tensors
 from polar_gateway.capture.answers import AnswerCache
 from polar_gateway.capture.digests import head_digest, message_digest, value_digest
 from polar_gateway.capture.forest import Branch, Forest, Node, Walk
-from polar_gateway.capture.interstitial import common_start
 from polar_gateway.capture.journal import CaptureError, Journal, Syncer
 from polar_gateway.capture.reading import ledger_of
 from polar_gateway.capture.tokens import Tokens

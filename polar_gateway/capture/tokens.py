@@ -2,6 +2,7 @@
 
 from array import array
 
+from builders.ids import common_start
 from builders.records import Floats, Ids, TokenNode
 from polar_gateway.capture import journal
 from polar_gateway.engines.base import EngineReply
@@ -69,11 +70,10 @@ def shared_prefix(prompt: Ids, parent: TokenNode) -> int:
 
     Compares piece by piece along the parent's own ancestry, so that no prompt is expanded.
     """
-    size = prompt.itemsize
     for start, piece in _context_pieces(parent):
-        ours = prompt[start : start + len(piece)].tobytes()  # bytes are compared in bulk
-        if not ours.startswith(memoryview(piece)):
-            return start + _common(ours, piece.tobytes()) // size
+        ours = prompt[start : start + len(piece)]
+        if not ours.tobytes().startswith(memoryview(piece)):  # compared in bulk
+            return start + common_start(ours, piece)
     return min(len(prompt), parent.prompt_length + len(parent.sampled_ids))
 
 
@@ -97,15 +97,3 @@ def _context_pieces(call: TokenNode) -> list[tuple[int, Ids]]:
 
 def _first(ids: Ids, count: int) -> Ids:
     return ids if count >= len(ids) else ids[:count]
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Length of the common prefix, by halving, so that bytes are compared in bulk."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

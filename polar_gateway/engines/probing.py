@@ -133,10 +133,3 @@ class Probe(ABC):
     async def has(self, *paths: str) -> bool:
         """Whether there are all of these endpoints."""
         return all([await self._chat.http.has(path) for path in paths])
-
-
-def common_suffix(a: list[int], b: list[int]) -> list[int]:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return a[len(a) - length :]

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from builders.ids import common_end
 from polar_gateway.engines.base import EngineError, EngineReply
-from polar_gateway.engines.probing import ENDS, SAID, Probe, common_suffix
+from polar_gateway.engines.probing import ENDS, SAID, Probe
 
 if TYPE_CHECKING:
     from polar_gateway.engines.sglang import Sglang
@@ -74,8 +75,9 @@ class SglangProbe(Probe):
             for answer in ("yes", "no"):
                 messages = [SAID, {"role": "assistant", "content": answer}]
                 closed = await self.engine.render(self.request(messages=messages), closed=True)
-                renderings.append(closed.ids.tolist())
-            closing = common_suffix(*renderings)[:1]
+                renderings.append(closed.ids)
+            yes, no = renderings
+            closing = yes[len(yes) - common_end(yes, no) :][:1].tolist()
         tried = dict.fromkeys([*closing, *[i for text in ENDS for i in await self._single(text)]])
         others = [i for i in tried if i not in closing and await self._stops_at(i)]
         found.end_of_turn_ids = closing + others

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from builders.ids import common_end
 from builders.records import Ids
 from polar_gateway.dialects.turn import Block, Call, ModelRequest, Reasoning, Text, Usage
 from polar_gateway.engines.base import EngineError, EngineReply, TokenRoute
 from polar_gateway.engines.id_cache import decoded_ids, spelling
-from polar_gateway.engines.probing import ENDS, SAID, TOOL_NAME, Probe, common_suffix
+from polar_gateway.engines.probing import ENDS, SAID, TOOL_NAME, Probe
 from polar_gateway.engines.vllm_api import DERENDER, GENERATE
 
 if TYPE_CHECKING:
@@ -108,8 +109,9 @@ class VllmProbe(Probe):
                 tokenized = await self.engine.api.tokenize(request, closed=True)
             except EngineError:
                 return []
-            renderings.append(decoded_ids(bytes(tokenized.tokens)).tolist())
-        return common_suffix(*renderings)
+            renderings.append(decoded_ids(bytes(tokenized.tokens)))
+        yes, no = renderings
+        return yes[len(yes) - common_end(yes, no) :].tolist()
 
     async def _single(self, text: str) -> list[int]:
         """The id of a text that is one token."""
