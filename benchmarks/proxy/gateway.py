@@ -42,7 +42,6 @@ async def opened(arguments: list[str]) -> AsyncIterator[Proxy]:
             session_id=key(number),
             task_id="bench",
             journal_path=journal(folder, number),
-            metadata={},
             policy_version="1",
         )
         sessions.add(

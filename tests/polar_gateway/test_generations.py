@@ -90,13 +90,7 @@ async def test_what_was_told_at_once_and_not_concluded_was_told_of_all_tokens(
     tmp_path: Path, joined: bool
 ) -> None:
     """Else a harness that keeps the whole text would go on from the beginning of its tokens."""
-    capture = SessionCapture(
-        session_id="s",
-        task_id=None,
-        journal_path=tmp_path / "journal",
-        metadata={},
-        policy_version=None,
-    )
+    capture = SessionCapture(session_id="s", journal_path=tmp_path / "journal")
     asked = call(stream=True)
     record = capture.open(asked.request, completion_id="msg_1", dialect="chat", headers={})
     generation = Generation(asked, record)
@@ -129,13 +123,7 @@ async def test_what_was_told_at_once_and_not_concluded_was_told_of_all_tokens(
 
 
 async def test_many_large_calls_are_told_apart_in_no_time(tmp_path: Path) -> None:
-    capture = SessionCapture(
-        session_id="s",
-        task_id=None,
-        journal_path=tmp_path / "journal",
-        metadata={},
-        policy_version=None,
-    )
+    capture = SessionCapture(session_id="s", journal_path=tmp_path / "journal")
     record = capture.open(call().request, completion_id="msg_1", dialect="chat", headers={})
 
     def large(index: int) -> Asked:

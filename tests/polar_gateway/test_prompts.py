@@ -87,13 +87,7 @@ class Talk:
     def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int = 0, **config: Any) -> None:
         self.tokenizer = tokenizer
         self.engine = Renderer(tokenizer)
-        self.capture = SessionCapture(
-            session_id="s1",
-            task_id=None,
-            journal_path=path / "journal",
-            metadata={},
-            policy_version=None,
-        )
+        self.capture = SessionCapture(session_id="s1", journal_path=path / "journal")
         self.prompter = Prompter(InferenceConfig(**config))
         self.probe = EngineProbe(
             engine="vllm",

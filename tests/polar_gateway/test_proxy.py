@@ -147,12 +147,7 @@ async def bench(
         vllm = Vllm(scripted.url, model="tiny")
         sessions = Sessions()
         capture = SessionCapture(
-            session_id="s1",
-            task_id="t1",
-            journal_path=tmp_path / "journal",
-            metadata={},
-            policy_version=None,
-            syncer=syncer,
+            session_id="s1", task_id="t1", journal_path=tmp_path / "journal", syncer=syncer
         )
         session = Session(
             session_id="s1",

@@ -9,11 +9,7 @@ from polar_gateway.sessions import Session, Sessions, new_key
 
 def session(tmp_path: Path, session_id: str = "s1", key: str = "k1") -> Session:
     capture = SessionCapture(
-        session_id=session_id,
-        task_id="t1",
-        journal_path=tmp_path / f"{session_id}.journal",
-        metadata={},
-        policy_version=None,
+        session_id=session_id, task_id="t1", journal_path=tmp_path / f"{session_id}.journal"
     )
     return Session(
         session_id=session_id, task_id="t1", attempt_id="att-1", key=key, capture=capture

@@ -137,7 +137,6 @@ class CapturedWorld:
             session_id="s1",
             task_id="t1",
             journal_path=self.journal,
-            metadata={},
             policy_version="v1",
             end_of_turn_ids=[END, OTHER_END],
         )

@@ -155,8 +155,6 @@ async def talking(folder: Path, url: str, **config: Any) -> AsyncIterator[Talk]:
             session_id="s1",
             task_id="t1",
             journal_path=folder / "journal",
-            metadata={},
-            policy_version=None,
             end_of_turn_ids=probe.end_of_turn_ids,
         )
         session = Session(

@@ -38,13 +38,7 @@ def capture(tmp_path: Path) -> SessionCapture:
 
 
 def capture_in(folder: Path) -> SessionCapture:
-    return SessionCapture(
-        session_id="s1",
-        task_id=None,
-        journal_path=folder / "journal",
-        metadata={},
-        policy_version=None,
-    )
+    return SessionCapture(session_id="s1", journal_path=folder / "journal")
 
 
 def asked(

@@ -41,13 +41,7 @@ class Echo(NamedTuple):
 
 def echoes(folder: Path, harness: str, scenario: str, loss: str) -> list[Echo]:
     """Every echo of a recording, as it fares when the recording is played."""
-    capture = SessionCapture(
-        session_id="s1",
-        task_id=None,
-        journal_path=folder / f"{harness}-{scenario}",
-        metadata={},
-        policy_version=None,
-    )
+    capture = SessionCapture(session_id="s1", journal_path=folder / f"{harness}-{scenario}")
     answers: list[Completion] = []
     signatures: dict[str, str] = {}
     found: list[Echo] = []

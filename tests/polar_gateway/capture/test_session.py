@@ -331,12 +331,7 @@ def test_a_journal_that_ends_in_mid_call_tells_what_was_appended(tmp_path: Path)
 
 def test_a_journal_knows_the_engines_end_of_turn(tmp_path: Path) -> None:
     capture = SessionCapture(
-        session_id="s1",
-        task_id=None,
-        journal_path=tmp_path / "journal",
-        metadata={},
-        policy_version=None,
-        end_of_turn_ids=[END],
+        session_id="s1", journal_path=tmp_path / "journal", end_of_turn_ids=[END]
     )
     assert capture.completion_session().end_of_turn_ids == [END]
     assert capture.completion_session([9]).end_of_turn_ids == [9]
@@ -633,14 +628,7 @@ def test_a_full_disk_fails_the_call_and_leaves_no_half_a_record(tmp_path: Path) 
 
 async def test_a_call_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path) -> None:
     syncer = Syncer()
-    capture = SessionCapture(
-        session_id="s1",
-        task_id=None,
-        journal_path=tmp_path / "journal",
-        metadata={},
-        policy_version=None,
-        syncer=syncer,
-    )
+    capture = SessionCapture(session_id="s1", journal_path=tmp_path / "journal", syncer=syncer)
     call = start(capture, [user("a")])
     call.close(reply([1], [END]), {})
     assert syncer.rounds == 0
@@ -664,11 +652,7 @@ async def test_what_is_large_is_kept_beside_the_journal_and_referred_to(tmp_path
 
 def test_numbers_of_any_size_can_be_recorded(tmp_path: Path) -> None:
     capture = SessionCapture(
-        session_id="s1",
-        task_id=None,
-        journal_path=tmp_path / "journal",
-        metadata={"seed": 10**30},
-        policy_version=None,
+        session_id="s1", journal_path=tmp_path / "journal", metadata={"seed": 10**30}
     )
     asked = request([user("a")], [{"type": "function", "function": {"name": "f"}}])
     assert asked.tools is not None
