@@ -3,11 +3,10 @@
 import json
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import anyio
-import anyio.abc
 import httpx2
 import msgspec
 import pytest
@@ -349,23 +348,27 @@ async def aborted(engine: Vllm, vllm: VllmServer, request: ModelRequest) -> Engi
     async def call() -> None:
         raised.append(await failure(engine.complete(request, "msg_1")))
 
-    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
-        await under_way(http, tasks, call)
+    async with under_way(vllm, call) as http:
         await http.post("/abort_requests", json={"request_ids": []})
     return raised[0]
 
 
+@asynccontextmanager
 async def under_way(
-    http: httpx2.AsyncClient, tasks: anyio.abc.TaskGroup, call: Callable[[], Awaitable[None]]
-) -> None:
-    """Until some tokens of a call were sampled, and of no other: what came before is over first."""
-    before, now = -1.0, await sampled(http)
-    while now != before:
-        await anyio.sleep(0.5)
-        before, now = now, await sampled(http)
-    tasks.start_soon(call)
-    while await sampled(http) < before + 60:
-        await anyio.sleep(0.05)
+    vllm: VllmServer, call: Callable[[], Awaitable[None]]
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """Some tokens of a call are sampled, and of no other: what came before is over first. On the
+    way out the call is waited for."""
+    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
+        before, now = -1.0, await sampled(http)
+        while now != before:
+            await anyio.sleep(0.5)
+            before, now = now, await sampled(http)
+        with vllm.slow_motion():
+            tasks.start_soon(call)
+            while await sampled(http) < before + 60:
+                await anyio.sleep(0.05)
+            yield http
 
 
 async def sampled(http: httpx2.AsyncClient) -> float:
@@ -384,15 +387,13 @@ async def test_weights_change_under_an_answer_that_stands_still(
 
     async with aclosing(Vllm(vllm.url, token_route="generate")) as asking:
         await asking.update("step-1", None)
-        async with (
-            httpx2.AsyncClient(base_url=vllm.url) as http,
-            anyio.create_task_group() as tasks,
-        ):
-            await under_way(http, tasks, call)
+        async with under_way(vllm, call):
             await asking.pause("keep")
-            await asking.update("step-2", str(CACHE / "vllm" / "model"))
-            assert not replies
-            await asking.unpause()
+            try:
+                await asking.update("step-2", str(CACHE / "vllm" / "model"))
+                assert not replies
+            finally:
+                await asking.unpause()
     [reply] = replies
     first, second = reply.versions
     assert (first.version, second.version) == ("step-1", "step-2")
@@ -405,8 +406,7 @@ async def test_a_pause_that_aborts_leaves_what_there_was(engine: Vllm, vllm: Vll
     async def call() -> None:
         raised.append(await failure(engine.complete(ask("THINK"), "msg_1")))
 
-    async with httpx2.AsyncClient(base_url=vllm.url) as http, anyio.create_task_group() as tasks:
-        await under_way(http, tasks, call)
+    async with under_way(vllm, call):
         await engine.pause("abort")
     await engine.unpause()
     assert raised[0].partial is not None

@@ -156,8 +156,9 @@ async def test_aborted_answers_go_on_under_the_new_weights(
     async with updating(tmp_path, vllm) as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            await crowd.begin(group)
-            paused = await order(node, "pause?mode=abort&timeout_seconds=60")
+            with vllm.slow_motion():
+                await crowd.begin(group)
+                paused = await order(node, "pause?mode=abort&timeout_seconds=60")
             assert paused["inflight"] == 0
             await order(node, "update", policy_version="new", weights_path=str(WEIGHTS["new"]))
             await order(node, "resume")
@@ -182,8 +183,9 @@ async def test_kept_answers_say_where_their_weights_became_others(
     async with updating(tmp_path, vllm, token_route="generate") as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            await crowd.begin(group)
-            paused = await order(node, "pause?mode=keep&timeout_seconds=60")
+            with vllm.slow_motion():
+                await crowd.begin(group)
+                paused = await order(node, "pause?mode=keep&timeout_seconds=60")
             assert paused["inflight"] == IN_FLIGHT
             await order(node, "update", policy_version="new", weights_path=str(WEIGHTS["new"]))
             await order(node, "resume")
@@ -199,7 +201,6 @@ async def test_answers_that_are_waited_for_are_of_one_version_and_those_that_wai
     async with updating(tmp_path, vllm) as node:
         crowd = Crowd(node, vllm)
         async with anyio.create_task_group() as group:
-            await crowd.begin(group)
 
             async def pause() -> None:
                 await order(node, "pause?mode=wait&timeout_seconds=120")
@@ -207,8 +208,10 @@ async def test_answers_that_are_waited_for_are_of_one_version_and_those_that_wai
                 await order(node, "update", policy_version="new", weights_path=str(WEIGHTS["new"]))
                 await order(node, "resume")
 
-            group.start_soon(pause)
-            await node.until(lambda: is_paused(node))
+            with vllm.slow_motion():
+                await crowd.begin(group)
+                group.start_soon(pause)
+                await node.until(lambda: is_paused(node))
             for number in range(IN_FLIGHT, IN_FLIGHT + LATE):
                 group.start_soon(crowd.ask, number)
         completions = crowd.completions(tmp_path)

@@ -41,6 +41,16 @@ class VllmServer:
         unfinished.write_bytes(msgspec.json.encode(script))
         os.replace(unfinished, self._script)
 
+    @contextlib.contextmanager
+    def slow_motion(self) -> Iterator[None]:
+        """No answer gets to its end before a test has done to it what it wants to."""
+        slow = self._script.with_suffix(".slow")
+        slow.touch()
+        try:
+            yield
+        finally:
+            slow.unlink()
+
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[VllmServer]:

@@ -5,10 +5,12 @@
 
 At each position only the tokens that go on with the script's text keep their logits, and the model
 chooses among them. Its raw log probabilities stay its own, since vLLM takes them before this runs. A
-request opts out with `vllm_xargs: {"no_script": 1}`.
+request opts out with `vllm_xargs: {"no_script": 1}`. While a file script.slow lies beside the
+script, no answer samples more than fifty tokens a second, so that one can be met on its way.
 """
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,22 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from polar_gateway.testing.script import ScriptFile
 from polar_gateway.testing.tokenizer import ChatTokenizer
 
+SLOW_SECONDS = 0.02
+"""A step's, in slow motion."""
+
 
 class ScriptedLogits(AdapterLogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._tokenizer = ChatTokenizer(Path(vllm_config.model_config.tokenizer))
-        self._script = ScriptFile(Path(os.environ["POLAR_SCRIPT"]))
+        path = Path(os.environ["POLAR_SCRIPT"])
+        self._script = ScriptFile(path)
+        self._slow = path.with_suffix(".slow")
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._slow.exists():
+            time.sleep(SLOW_SECONDS)
+        return super().apply(logits)
 
     def is_argmax_invariant(self) -> bool:
         return False
