@@ -65,7 +65,7 @@ def build(session: CompletionSession, strategy: str, config: dict[str, Any]) -> 
 
 
 @given(world=worlds, actions=sessions, ends=st.sampled_from([(2,), ()]), config=options)
-@examples(100)
+@examples(150)
 def test_all_builders_train_on_exactly_what_was_sampled_and_received(
     world: World, actions: list[str], ends: tuple[int, ...], config: dict[str, Any]
 ) -> None:
@@ -88,7 +88,7 @@ def test_all_builders_train_on_exactly_what_was_sampled_and_received(
 
 
 @given(world=worlds, actions=sessions, strategy=strategies, config=options)
-@examples(100)
+@examples(150)
 def test_every_token_stands_in_the_sampled_context_wherever_no_drift_is_counted(
     world: World, actions: list[str], strategy: str, config: dict[str, Any]
 ) -> None:
@@ -135,7 +135,7 @@ def test_prompts_composed_of_recorded_tokens_never_drift(
 
 
 @given(world=worlds, actions=sessions, config=options)
-@examples(100)
+@examples(150)
 def test_each_branch_shares_with_its_parent_what_it_masks(
     world: World, actions: list[str], config: dict[str, Any]
 ) -> None:

@@ -16,7 +16,7 @@ from polar_gateway.dialects.turn import Block, BlockEnd, Call, ModelRequest, Rea
 from polar_gateway.engines.base import EngineError, EngineReply, TokenRoute
 from polar_gateway.engines.vllm import Vllm
 from polar_gateway.testing.script import Rule, Script, ScriptedCall, Step
-from tests.integration.vllm_server import CACHE, VllmServer
+from tests.integration.vllm_server import CACHE, VllmServer, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -166,9 +166,7 @@ async def test_an_answer_that_its_limit_cuts_says_in_which_block(engine: Vllm) -
 
 
 async def running(http: httpx2.AsyncClient) -> float:
-    metrics = (await http.get("/metrics")).text
-    lines = [li for li in metrics.splitlines() if li.startswith("vllm:num_requests_running{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return await metric(http, "", "num_requests_running")
 
 
 async def test_closing_a_stream_stops_the_sampling(engine: Vllm, vllm: VllmServer) -> None:
@@ -372,9 +370,7 @@ async def under_way(
 
 
 async def sampled(http: httpx2.AsyncClient) -> float:
-    metrics = (await http.get("/metrics", timeout=60)).text
-    lines = [li for li in metrics.splitlines() if li.startswith("vllm:generation_tokens_total{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return await metric(http, "", "generation_tokens_total")
 
 
 async def test_weights_change_under_an_answer_that_stands_still(

@@ -1,13 +1,12 @@
 """Tokens mode with a real vLLM, whose own template and parsers are in charge."""
 
-import re
 from pathlib import Path
 
 import httpx2
 import pytest
 
 from polar_gateway.testing.script import Step
-from tests.integration.vllm_server import VllmServer
+from tests.integration.vllm_server import VllmServer, metric
 from tests.polar_gateway.tokens_mode import SCENARIOS, says, sh, talking, user
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
@@ -26,9 +25,7 @@ async def test_what_was_sampled_goes_back_as_it_was(
 async def prefix_hits(url: str) -> float:
     """How many tokens of all prompts so far were found in the prefix cache."""
     async with httpx2.AsyncClient() as http:
-        metrics = (await http.get(f"{url}/metrics")).text
-    found = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", metrics, re.MULTILINE)
-    return sum(map(float, found))
+        return await metric(http, url, "prefix_cache_hits_total")
 
 
 @pytest.mark.parametrize("prompts", ["tokens", "messages"])

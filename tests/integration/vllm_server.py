@@ -6,6 +6,7 @@ the server when the first test asks for it and stops it after the last.
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ COMMAND = Path(__file__).parents[2] / "scripts/vllm.sh"
 CACHE = Path(os.environ.get("POLAR_CACHE") or Path.home() / ".cache/polar")
 START_SECONDS = 110.0
 """Of which a cold file cache takes 40."""
+TOLERANCE = 1e-4
+"""Of recorded log probabilities against those that are computed again."""
 
 
 class VllmServer:
@@ -104,6 +107,13 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         yield server
 
 
+async def metric(http: httpx2.AsyncClient, url: str, name: str) -> float:
+    """What a vLLM has counted of something, over all its engines. To count is work for it, so that
+    who asks often delays what is counted."""
+    metrics = (await http.get(f"{url}/metrics", timeout=60)).text
+    return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", metrics, re.MULTILINE)))
+
+
 class Question(NamedTuple):
     """Ids, which of them were sampled, and what was recorded of those."""
 
@@ -119,12 +129,14 @@ class Oracle:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    async def says(
-        self, questions: list[Question], model: Path = CACHE / "vllm/model"
-    ) -> list[list[float]]:
+    async def confirms(self, questions: list[Question], model: Path = CACHE / "vllm/model") -> None:
+        """Raises AssertionError where a model does not say what was recorded."""
         asked = [{"ids": each.ids, "sampled": each.sampled} for each in questions]
         line = msgspec.json.encode({"model": str(model), "questions": asked})
-        return await anyio.to_thread.run_sync(self._answer, line)
+        answers = await anyio.to_thread.run_sync(self._answer, line)
+        for question, said in zip(questions, answers, strict=True):
+            worst = max(abs(a - b) for a, b in zip(said, question.logprobs, strict=True))
+            assert worst <= TOLERANCE, (model.name, question.name, worst)
 
     def _answer(self, line: bytes) -> list[list[float]]:
         assert self._process.stdin is not None
